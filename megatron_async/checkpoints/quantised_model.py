@@ -34,7 +34,8 @@ def chosen_quantization(
         ConfigurationError: "file" or "fp8" was asked for, and is not possible.
     """
     found, is_kept = source.quantised, keeps_on(device)
-    formats = "" if found is None else found.formats
+    # A GGUF file's blocks are kept on CPUs alone (`kept_blocks.py`).
+    formats = "" if found is None or source.kept_bytes is not None else found.formats
     if asked == FP8:
         reason = ""
         if not is_kept:

@@ -16,6 +16,7 @@ from megatron_async import LLM, SamplingParams
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.info import format_info, model_info
 from megatron_async.checkpoints.kept_blocks import keep_blocks
+from megatron_async.checkpoints.quantised_model import chosen_quantization
 from megatron_async.errors import ConfigurationError, UpdateError
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.linear import bits_of_weights
@@ -163,6 +164,14 @@ def _check_as_before(model: Path, **settings: Any) -> None:
         assert llm.engine.context.config.quantization is None
     with pytest.raises(ConfigurationError, match="keeps the blocks of a quantised GGUF file"):
         LLM(str(model), device="cpu", quantization="file", **settings)
+
+
+def test_a_gpu_keeps_no_blocks(make_gguf: Callable[..., Path]) -> None:
+    source = open_model(make_gguf("llama-tied", "llama", Q.Q8_0))
+    assert chosen_quantization(None, source, "cuda:0") is None
+    assert chosen_quantization("fp8", source, "cuda:0") == "fp8"
+    with pytest.raises(ConfigurationError, match="that a Hugging Face folder holds quantised"):
+        chosen_quantization("file", source, "cuda:0")
 
 
 def test_new_weights_are_refused(make_gguf: Callable[..., Path]) -> None:
