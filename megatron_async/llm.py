@@ -191,7 +191,7 @@ class LLM:
             with phases.phase("read weights"):
                 if has_blocks:
                     keep_blocks(source, weights, is_fine=config.quantization == FILE)
-                source.load_weights(weights, progress=progress)
+                source.load_weights(weights, progress, config.has_fp8_cache)
             with phases.phase("wait for kernels"):
                 if kernels is not None:
                     kernels.join(progress)

@@ -27,6 +27,9 @@ NAMES = (
     ("v_proj.v_scale", "v_scale", "v_proj.output_scale", "kv_scale"),
 )
 """Names of the scale of keys, and of values, behind those of a layer's attention."""
+LEAST, MOST = 2.0**-24, 2.0**24
+"""Scales that are read. By others all numbers of a model are stored as 0, or as the largest one."""
+REMEDY = "use kv_cache_dtype='model', which needs no scales"
 
 
 def load_cache_scales(
@@ -44,8 +47,8 @@ def load_cache_scales(
         tensor: a stored tensor by its stored name.
 
     Raises:
-        CheckpointError: a scale that is no positive number, of another shape, or without the other
-            one.
+        CheckpointError: a scale that is no number from `LEAST` to `MOST`, of another shape, or
+            without the other one.
     """
     for weight in wanted:
         if not weight.name.endswith(QKV):
@@ -62,7 +65,7 @@ def load_cache_scales(
         if len(there) < len(NAMES):
             raise CheckpointError(
                 f"{there[0].file.path}: tensor {there[0].name!r:.200} has no counterpart: scales "
-                "are read of keys and of values"
+                f"are read of keys and of values; {REMEDY}"
             )
         own = weight.shard.range_of(heads)
         keys, values = (_read(each, heads)[own.start : own.stop] for each in there)
@@ -73,13 +76,17 @@ def _read(stored: StoredTensor, heads: int) -> Tensor:
     """A scale for each KV head, float32 `[heads]`."""
     where = f"{stored.file.path}: tensor {stored.name!r:.200}"
     if stored.torch_dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise CheckpointError(f"{where} is stored as {stored.dtype}: scales are 16-bit or float32")
+        raise CheckpointError(
+            f"{where} is stored as {stored.dtype}: scales are 16-bit or float32; " + REMEDY
+        )
     if prod(stored.shape) not in (1, heads):  # before memory is made for it
         raise CheckpointError(
             f"{where} has the shape {list(stored.shape)}: one scale, or one for each of {heads} "
-            "KV heads, is read"
+            f"KV heads, is read; {REMEDY}"
         )
     scale = stored.read().to(torch.float32).reshape(-1)
-    if not ((scale > 0) & (scale < torch.inf) & (1 / scale < torch.inf)).all():
-        raise CheckpointError(f"{where} has a scale that is no positive number")
+    if not ((scale >= LEAST) & (scale <= MOST)).all():
+        raise CheckpointError(
+            f"{where} has a scale that is no number from {LEAST:.0e} to {MOST:.0e}; {REMEDY}"
+        )
     return scale.expand(heads)

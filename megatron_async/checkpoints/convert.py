@@ -89,7 +89,7 @@ def convert(
                     "model in 16 bits if you have it.", source.name, told or "blocks of GGUF",
                 )  # fmt: skip
     model = build_model(architecture, dtype, torch.device("cpu"), with_mtp=with_mtp)
-    source.load_weights(model, progress)
+    source.load_weights(model, progress, with_scales=False)
     with _whole_folder(target) as folder:
         if to == "huggingface":
             save_huggingface(

@@ -18,12 +18,15 @@ from torch import Tensor, nn
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface import DTYPES
-from megatron_async.checkpoints.mapping import Region, Shape
+from megatron_async.checkpoints.mapping import Region, Shape, Shard
+from megatron_async.checkpoints.quantised import QuantisedFolder
 from megatron_async.checkpoints.safetensors_file import SafetensorsFile
 from megatron_async.checkpoints.source import ModelSource, NamedTensorSource
 from megatron_async.checkpoints.weight import Weight
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.ops.linear.cpu.group_form import StoredGroups
+from megatron_async.ops.linear.quantised_layout import Layout
+from megatron_async.ops.linear.quantised_weight import QuantisedWeight
 from megatron_async.text.tokenizer import Tokenizer
 
 PATTERN = "mtp_pattern"
@@ -65,6 +68,26 @@ class WithDraftLayer(NamedTensorSource):
     @override
     def load_scales(self, model: nn.Module) -> None:
         self._base.load_scales(model)
+
+    @property
+    @override
+    def quantised(self) -> QuantisedFolder | None:
+        return self._base.quantised
+
+    @override
+    def layouts(self, shard: Shard, rounds_rows: bool) -> Mapping[str, Layout]:
+        return self._base.layouts(shard, rounds_rows)
+
+    @override
+    def is_quantised(self, name: str) -> bool:
+        return self._base.is_quantised(name)
+
+    @override
+    def fill_quantised(
+        self, into: QuantisedWeight, places: Mapping[str, Tensor], name: str, region: Region,
+        factor: float,
+    ) -> None:  # fmt: skip
+        self._base.fill_quantised(into, places, name, region, factor)
 
     @property
     def architecture(self) -> ModelArchitecture:

@@ -119,15 +119,18 @@ class ModelSource(ABC):
         """
         return {}
 
-    def load_weights(self, model: nn.Module, progress: bool = False) -> None:
+    def load_weights(
+        self, model: nn.Module, progress: bool = False, with_scales: bool = True
+    ) -> None:
         """Fill a model, tensor by tensor, converting to its dtype and moving to its device.
 
-        Weights of multi-token prediction are read where the model was built with it. Scales of
-        keys and values are read too (`PagedSelfAttention.cache_scales`).
+        Weights of multi-token prediction are read where the model was built with it.
 
         Args:
             model: a `HybridModel` made by `build_model(self.architecture, ...)`.
             progress: show a progress bar on stderr.
+            with_scales: read scales of keys and values too (`PagedSelfAttention.cache_scales`),
+                which a cache in fp8 alone needs.
 
         Raises:
             CheckpointError: a tensor is missing, superfluous, unreadable or of a wrong shape; the
@@ -173,9 +176,12 @@ class NamedTensorSource(ModelSource):
         """A region of a tensor on a device, in its stored dtype or dequantised."""
 
     @override
-    def load_weights(self, model: nn.Module, progress: bool = False) -> None:
+    def load_weights(
+        self, model: nn.Module, progress: bool = False, with_scales: bool = True
+    ) -> None:
         super().load_weights(model, progress)
-        self.load_scales(model)
+        if with_scales:
+            self.load_scales(model)
 
     def load_scales(self, model: nn.Module) -> None:
         """Give a model's attention layers the scales of keys and values that are stored."""

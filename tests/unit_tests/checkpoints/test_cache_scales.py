@@ -87,7 +87,12 @@ def test_a_rank_takes_the_scales_of_its_heads(plain: Path, tmp_path: Path) -> No
     [
         ({"k_scale": torch.ones(3), "v_scale": torch.ones(3)}, r"k_scale' has the shape \[3\]"),
         ({"k_scale": torch.ones(1), "v_scale": torch.zeros(1)}, "v_scale' has a scale that is no"),
-        ({"k_scale": torch.ones(1), "v_scale": torch.tensor(torch.nan)}, "no positive number"),
+        ({"k_scale": torch.ones(1), "v_scale": torch.tensor(torch.nan)}, "no number from"),
+        (
+            {"kv_scale": torch.tensor(1e30)},
+            "kv_scale' has a scale that is no number from 6e-08 to 2",
+        ),
+        ({"kv_scale": torch.tensor([1.0, 1e-30])}, "use kv_cache_dtype='model'"),
         ({"kv_scale": torch.ones(1, dtype=torch.int32)}, "kv_scale' is stored as I32"),
         ({"k_scale": torch.ones(1)}, "k_scale' has no counterpart"),
     ],
@@ -98,6 +103,9 @@ def test_damaged_scales_are_named(
     stored = {LAYERS[1] + name: scale for name, scale in scales.items()}
     with pytest.raises(CheckpointError, match=message):
         load_model(with_scales(plain, tmp_path / "m", stored), torch.float32, CPU)
+    # What the message advises.
+    with LLM(str(tmp_path / "m"), device="cpu", kv_cache_dtype="model") as llm:
+        assert llm.engine.context.config.kv_cache_dtype == "model"
 
 
 def test_auto_follows_the_files(

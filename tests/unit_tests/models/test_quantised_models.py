@@ -15,8 +15,9 @@ import megatron_async.checkpoints.quantised_model as quantised_model
 from megatron_async import LLM, InferenceConfig, SamplingParams
 from megatron_async.checkpoints import load_model, open_model
 from megatron_async.checkpoints.convert import convert
+from megatron_async.checkpoints.draft_layer import save_draft_layer
 from megatron_async.checkpoints.kernel_program import program_of
-from megatron_async.checkpoints.mapping import Shard
+from megatron_async.checkpoints.mapping import Shard, mtp_weights
 from megatron_async.checkpoints.quantised_model import Kept
 from megatron_async.checkpoints.source import named_tensors
 from megatron_async.errors import ConfigurationError, UpdateError
@@ -231,3 +232,28 @@ def test_updates_that_cannot_be_rounded_are_refused(keeps, tmp_path: Path) -> No
     message = r"kept as INT4, .* not rounded: .*'none'"
     with LLM(str(folder), device="cpu") as llm, pytest.raises(UpdateError, match=message):
         llm.update_weights([], 1)
+
+
+def test_a_draft_layer_of_its_own_leaves_the_folder_quantised(keeps: None, tmp_path: Path) -> None:
+    """Break it: let `WithDraftLayer` not hand on what its folder holds, or how it is read."""
+    convert(DENSE, tmp_path / "plain", to="huggingface", dtype="float32")
+    folder = quantised_folder(tmp_path / "plain", tmp_path / "m", "fp8 blocks")
+    file = tmp_path / "draft.safetensors"
+    save_draft_layer({}, "*-", {}, file)
+    wanted = list(mtp_weights(open_model(str(folder), file).architecture))
+    parts = {name: shape for weight in wanted for name, shape in weight.parts.items()}
+    save_draft_layer({name: torch.rand(shape) for name, shape in parts.items()}, "*-", {}, file)
+    source = open_model(str(folder), file)
+    with pytest.raises(ConfigurationError, match="holds FP8"):
+        Kept.on("cpu", {"quantization": "fp8"}, source)
+    kept = Kept.on("cpu", {}, source)
+    assert kept.quantization == "file"
+    model = build_model(
+        source.architecture, torch.bfloat16, CPU, with_mtp=True, layouts=kept.of_model
+    )
+    source.load_weights(model)
+    alone = dict(quantised_weights(built(Kept.on("cpu", {}, open_model(folder)), folder)))
+    found = dict(quantised_weights(model))
+    assert found.keys() == alone.keys()
+    for name, weight in found.items():
+        assert torch.equal(widened(weight), widened(alone[name])), name
