@@ -82,11 +82,10 @@ def convert(
         write_config(architecture if with_mtp else architecture.without_mtp, "float32")
         if quantization is not None:
             Quantiser.of(quantization, weights(architecture, Shard(with_mtp=with_mtp)))
-            told = "" if source.quantised is None else source.quantised.formats
-            if told or source.kept_bytes is not None:
+            if told := source.quantised and source.quantised.formats:
                 logger.warning(
                     "%s: is quantised already (%s): its weights are rounded once more. Take the "
-                    "model in 16 bits if you have it.", source.name, told or "blocks of GGUF",
+                    "model in 16 bits if you have it.", source.name, told,
                 )  # fmt: skip
     model = build_model(architecture, dtype, torch.device("cpu"), with_mtp=with_mtp)
     source.load_weights(model, progress, with_scales=False)

@@ -15,7 +15,6 @@ from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.checkpoints.info import format_info, model_info
-from megatron_async.checkpoints.source import ModelSource
 from megatron_async.cli.main import main
 from tests.support.quantised_folders import MODEL, Format, fp8, is_matrix, quantised_folder
 from tests.unit_tests.checkpoints.hybrid_families import (
@@ -206,7 +205,6 @@ def test_a_second_rounding_is_told(
     family_folder,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A quantised source is decoded first; a folder that says so and holds none is plain."""
     plain = family_folder("llama-tied")
@@ -217,9 +215,6 @@ def test_a_second_rounding_is_told(
         assert "rounded once more" not in caplog.text
         convert(tmp_path / "a", tmp_path / "b", quantization="fp8-channel")
         assert "scales: one an output: 21 weights): its weights are rounded once" in caplog.text
-        monkeypatch.setattr(ModelSource, "kept_bytes", 1)
-        convert(plain, tmp_path / "c", quantization="fp8-channel")
-        assert "(blocks of GGUF): its weights are rounded once" in caplog.text
     first, second = (load_file(tmp_path / each / MODEL) for each in "ab")
     codes = [name for name in first if f"{name}_scale" in first]
     assert all(torch.equal(first[name].float(), second[name].float()) for name in codes)
