@@ -39,7 +39,10 @@ SCALES_OF = dict.fromkeys((*ENDS, ".q_scale"), KEYS) | dict.fromkeys(
     (".input_scale", ".activation_scale", ".input_global_scale"), INPUTS
 )
 """Ends of names of scales by which other things than weights are quantised."""
-NOT_SERVED = "served in 16 bits (in float32 on a CPU) by this version"
+NOT_SERVED = {
+    INPUTS: "rounded by scales of their own where FP8 is multiplied by FP8, else not",
+    KEYS: "served in the model's dtype",
+}
 
 Read = Callable[[str, Region], Tensor]
 """Reads a region of the tensor of a stored name to the device."""
@@ -135,7 +138,7 @@ class QuantisedFolder:
             if what == KEYS and recipe.has_fp8_cache:
                 cache = said
             elif told[what] or (how and (weights or what == KEYS)):
-                not_served.append(f"{what} ({said}): {NOT_SERVED}")
+                not_served.append(f"{what} ({said}): {NOT_SERVED[what]}")
         stored_names = (weight.tensors[CODES] for weight in weights.values())
         ignored = [name for name in stored_names if recipe.ignores(name)]
         if ignored:

@@ -39,15 +39,20 @@ def plain(tmp_path_factory: pytest.TempPathFactory):
     return make
 
 
-def kept(folder: Path, shard: Shard = WHOLE, dtype: torch.dtype = torch.float32):
+def kept(
+    folder: Path,
+    shard: Shard = WHOLE,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+) -> dict[str, Operand]:
     """A rank's weights, as they are kept."""
     source = open_model(folder)
     assert isinstance(source, HuggingFaceSource)
     layouts = source.layouts(shard, False)
     held: dict[str, Operand] = {
-        w.name: layouts[w.name].empty(w.shape, dtype, CPU)
+        w.name: layouts[w.name].empty(w.shape, dtype, device)
         if w.name in layouts
-        else torch.empty(w.shape, dtype=dtype)
+        else torch.empty(w.shape, dtype=dtype, device=device)
         for w in source.held_weights(shard)
     }
     for weight in held.values():
@@ -175,3 +180,26 @@ def test_damaged_scales_are_named(plain, tmp_path: Path) -> None:
     folder = quantised_folder(plain(EVEN), tmp_path / "m", Format(form.config, encode))
     with pytest.raises(CheckpointError, match=r"weight_scale_inv' has values that are no finite"):
         kept(folder)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [ODD, EVEN])
+@pytest.mark.parametrize(
+    "kind", ["fp8 blocks", "fp8 blocks e8m0", "modelopt fp8", "modelopt nvfp4", "compressed mxfp4",
+             "compressed int4 zeros", "awq", "gptq zeros"],
+)  # fmt: skip
+def test_what_is_kept_on_a_gpu_is_what_is_kept_on_a_cpu(
+    kind: str, shape: str, plain, tmp_path: Path
+) -> None:
+    folder = quantised_folder(plain(shape), tmp_path / "m", kind)
+    found = kept(folder, dtype=torch.bfloat16, device=torch.device("cuda"))
+    for name, weight in kept(folder, dtype=torch.bfloat16).items():
+        on_gpu = found[name]
+        if not isinstance(weight, QuantisedWeight) or not isinstance(on_gpu, QuantisedWeight):
+            assert torch.equal(widened(on_gpu).cpu(), widened(weight))
+            continue
+        for (_, expected), (kind_of, tensor) in zip(
+            weight.tensors(), on_gpu.tensors(), strict=True
+        ):
+            as_bytes = tensor.cpu().view(torch.uint8)
+            assert torch.equal(as_bytes, expected.view(torch.uint8)), (name, kind_of)

@@ -257,3 +257,32 @@ def test_a_draft_layer_of_its_own_leaves_the_folder_quantised(keeps: None, tmp_p
     assert found.keys() == alone.keys()
     for name, weight in found.items():
         assert torch.equal(widened(weight), widened(alone[name])), name
+
+
+@pytest.mark.gpu
+def test_a_gpu_keeps_a_folder_and_says_what_the_decoded_one_says(tmp_path: Path) -> None:
+    """To the rounding of rows to FP8; new weights are rounded while captured steps stay."""
+    convert(DENSE, tmp_path / "plain", to="huggingface", dtype="bfloat16")
+    folder = quantised_folder(tmp_path / "plain", tmp_path / "m", "fp8 blocks")
+    said = {}
+    for quantization in (None, "none"):
+        with LLM(str(folder), device="cuda", quantization=quantization) as llm:
+            model = llm.engine.controller.inference_wrapped_model.model
+            kept = {weight.form.rounds_rows for _, weight in quantised_weights(model)}
+            assert kept == (set() if quantization else {True})
+            said[quantization] = llm.score([list(range(40))])[0].prompt_log_probs
+    found, expected = (torch.tensor(said[word][1:]) for word in (None, "none"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.1)
+    new = {n: t.flip(0) for n, t in load_file(tmp_path / "plain" / MODEL).items()}
+    with LLM(str(tmp_path / "plain"), device="cuda", quantization="fp8") as llm:
+        before = llm.generate([[5, 9, 17]], GREEDY)[0].generated_log_probs
+        llm.update_weights(new.items(), 1)
+        after = llm.generate([[5, 9, 17]], GREEDY)[0].generated_log_probs
+        assert before != after
+        llm.engine.context.device.caller_waits()
+        torch.cuda.synchronize()
+        held = named_tensors(llm.engine.controller.inference_wrapped_model.model)
+        name = "decoder.layers.0.self_attention.linear_proj.weight"
+        expected_weight = new["model.layers.0.self_attn.o_proj.weight"].float()
+        found_weight = widened(held[name]).float().cpu()
+        assert (found_weight - expected_weight).abs().max() <= expected_weight.abs().max() / 16
