@@ -93,6 +93,7 @@ class HuggingFaceSource(NamedTensorSource):
     """A Hugging Face model folder; of a model with a vision tower, its language model."""
 
     format = "huggingface"
+    _told_mixed = False
 
     def __init__(self, folder: Path, name: str | None = None) -> None:
         super().__init__(name or str(folder))
@@ -245,7 +246,15 @@ class HuggingFaceSource(NamedTensorSource):
 
     @override
     def layouts(self, shard: Shard, rounds_rows: bool) -> Mapping[str, Layout]:
-        return folder_layouts(self.held_weights(shard), self._tensors.quantised, rounds_rows)
+        held = self.held_weights(shard)
+        found, mixed = folder_layouts(held, self._tensors.quantised, rounds_rows)
+        if mixed and not self._told_mixed:
+            self._told_mixed = True
+            logger.warning(
+                "%s: %d weights, such as %r, are kept in the model's dtype: their parts have "
+                "several forms in the files.", self.name, len(mixed), mixed[0],
+            )  # fmt: skip
+        return found
 
     @override
     def is_quantised(self, name: str) -> bool:

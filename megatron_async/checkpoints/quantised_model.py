@@ -33,25 +33,25 @@ def chosen_quantization(
     Raises:
         ConfigurationError: "file" or "fp8" was asked for, and is not possible.
     """
-    found, is_kept = source.quantised, keeps_on(device)
-    # A GGUF file's blocks are kept on CPUs alone (`kept_blocks.py`).
-    formats = "" if found is None or source.kept_bytes is not None else found.formats
+    is_kept, told = keeps_on(device), source.quantised
+    is_found = is_kept and bool(source.layouts(Shard(), False))
+    formats = told.formats if told is not None and is_found else "none"
     if asked == FP8:
         reason = ""
         if not is_kept:
             reason = "is for GPUs: leave it out"
-        elif formats:
+        elif is_found:
             reason = f"is for weights of 16 bits, but {source.name} holds {formats}: leave it out"
         elif transformer_impl != "local":
             reason = f"is not served with transformer_impl={transformer_impl!r}: use 'local'"
         if reason:
             raise ConfigurationError(f"quantization={asked!r} {reason}.")
-    if asked == FILE and is_kept and (not formats or transformer_impl != "local"):
+    if asked == FILE and is_kept and (not is_found or transformer_impl != "local"):
         raise ConfigurationError(
             f"quantization={asked!r} keeps weights that a Hugging Face folder holds quantised, with"
-            f" transformer_impl='local'; {source.name} holds {formats or 'none'}: leave it out."
+            f" transformer_impl='local'; {source.name} holds {formats}: leave it out."
         )
-    if asked is None and is_kept and formats and transformer_impl == "local":
+    if asked is None and is_found and transformer_impl == "local":
         return FILE
     return asked
 

@@ -3,7 +3,6 @@ each that are read."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -17,20 +16,20 @@ from megatron_async.models.held_weight import is_linear
 from megatron_async.ops.linear.quantised_layout import Layout, layout_of
 from megatron_async.ops.linear.quantised_weight import BLOCK, Form, QuantisedWeight
 
-logger = logging.getLogger("megatron_async")
-
 
 def folder_layouts(
     held: Iterable[Weight], folder: Mapping[str, FolderWeight], rounds_rows: bool
-) -> dict[str, Layout]:
-    """Layouts of the weights of a rank that stay as a folder has them, by parameter. A parameter
-    whose parts have several forms, or of which some are not quantised, is not among them; that is
-    told.
+) -> tuple[dict[str, Layout], list[str]]:
+    """Layouts of the weights of a rank that stay as a folder has them.
 
     Args:
         held: weights of the rank.
         folder: quantised weights by name.
         rounds_rows: products round rows to FP8 where they can.
+
+    Returns:
+        layouts by parameter, and the parameters that cannot stay: their parts have several forms,
+        or some are not quantised.
 
     Raises:
         ConfigurationError: ranks cut a weight within groups of inputs.
@@ -59,12 +58,7 @@ def folder_layouts(
             mixed.append(weight.name)
         else:
             found[weight.name] = rounding(layout, weight) if rounds_rows else layout
-    if mixed:
-        logger.warning(
-            "%d weights, such as %r, are kept in the model's dtype: their parts have several "
-            "forms in the files.", len(mixed), mixed[0],
-        )  # fmt: skip
-    return found
+    return found, mixed
 
 
 def fp8_layouts(held: Iterable[Weight], rounds_rows: bool) -> dict[str, Layout]:
