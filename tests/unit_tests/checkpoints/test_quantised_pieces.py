@@ -1,6 +1,7 @@
 """Weights that stay as a quantised folder has them: for every format, family and rank what is kept
 is what the folder means; and which blocks of scales stay blocks."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import megatron_async.ops.linear.stored_weight as stored_weight
 from megatron_async.checkpoints import CheckpointError, open_model
 from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.huggingface import HuggingFaceSource
-from megatron_async.checkpoints.mapping import Shard, weights
+from megatron_async.checkpoints.mapping import Shard, Weight, weights
+from megatron_async.checkpoints.model_names import dummy_shape
+from megatron_async.checkpoints.quantised_pieces import on_grid
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.held_weight import Operand, is_linear
 from megatron_async.ops.linear.quantised_weight import QuantisedWeight, widened
@@ -203,3 +206,53 @@ def test_what_is_kept_on_a_gpu_is_what_is_kept_on_a_cpu(
         ):
             as_bytes = tensor.cpu().view(torch.uint8)
             assert torch.equal(as_bytes, expected.view(torch.uint8)), (name, kind_of)
+
+
+def blocks_of(weight: Weight) -> set[tuple[str, int, int]] | None:
+    """Stored blocks of 128 rows (part, expert, number) that blocks of 128 rows of an expert are
+    made of, one each; None: some are made of several."""
+    rows = torch.arange(math.prod(weight.shape[:-1])).view(*weight.shape[:-1], 1)
+    of_expert = weight.shape[-2]
+    stored: dict[int, set[tuple[str, int, int]]] = {}
+    for name, region, place in weight.pieces(rows):
+        experts = range(region[0].start, region[0].stop) if len(region) == 3 else range(1)
+        own = range(region[-2].start, region[-2].stop)
+        sources = [(name, e, row // 128) for e in experts for row in own]
+        for at, source in zip(place.flatten().tolist(), sources, strict=True):
+            expert, row = divmod(at, of_expert)
+            stored.setdefault(expert * of_expert + row // 128, set()).add(source)
+    found = [blocks.pop() for blocks in stored.values() if len(blocks) == 1]
+    return set(found) if len(found) == len(stored) else None
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "kept_blocks"),
+    [
+        ("llama-3.1-8b", 4, {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}),
+        ("qwen3:layers=1,hidden=256,heads=2,groups=2,head=128,ffn=192,vocab=64", 1,
+         {"linear_qkv", "linear_proj", "linear_fc2"}),
+        ("qwen3:layers=1,hidden=320,heads=2,groups=1,head=128,ffn=256,vocab=64", 1,
+         {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}),
+        ("nemotron-3-nano-30b", 1, {"linear_qkv", "linear_proj", "in_proj", "out_proj",
+                                    "linear_fc1", "linear_fc2"}),
+        ("nemotron-3-nano-30b", 2, {"linear_qkv", "linear_proj", "out_proj", "linear_fc2"}),
+        ("qwen3-next-80b", 1, {"linear_qkv", "linear_proj", "out_proj", "linear_fc1",
+                               "linear_fc2"}),
+    ],
+)  # fmt: skip
+def test_a_grid_of_blocks_is_one_of_stored_blocks(
+    name: str, ranks: int, kept_blocks: set[str]
+) -> None:
+    """By the place of each row. A block at a part's end may be short if nothing follows it."""
+    kept_here = set()
+    seen = set[Any]()
+    for weight in weights(dummy_shape(f"dummy:{name}")[0], Shard(ranks - 1, ranks)):
+        module = weight.name.rsplit(".", 2)[-2]
+        facts = (module, weight.shape, weight.groups)
+        if not is_linear(weight.name) or facts in seen:
+            continue
+        seen.add(facts)
+        if on_grid(weight, 128) is not None:
+            assert blocks_of(weight) is not None, weight.name
+            kept_here.add(module)
+    assert kept_here == kept_blocks
