@@ -62,6 +62,25 @@ def join_one(
 
 
 @triton.jit
+def weigh_tile(
+    score: tl.tensor, maximum: tl.tensor, total: tl.tensor, scale: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The weights of a tile of keys, the maximum and total of a part with it, and what the part's
+    sum of values shrinks by: `score`, `[members, keys]`, before scaling, -inf where a key is not
+    seen. The bits of a member do not depend on the number of members, nor on the kernel."""
+    new_maximum = tl.maximum(maximum, tl.max(score, 1))
+    # A query token may see nothing of a part: its weights are 0, and no NaN.
+    base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+    weight = tl.exp2(tl.fma(score, scale, -(base * scale)[:, None]))
+    shrink = tl.exp2((maximum - base) * scale)
+    # Weights, at most 1, are added up as whole numbers of 2**-22, the last places of 2 to 4: a sum
+    # of float32 over threads would have the order of the tile's layout, which the members decide.
+    units = tl.sum(tl.cast(weight + 2.0, tl.int32, bitcast=True) - IN_BITS_OF_TWO, 1)
+    total = tl.fma(total, shrink, units.to(tl.float32) * 2.0**-22)
+    return weight, new_maximum, total, shrink
+
+
+@triton.jit
 def add_tile(
     score: tl.tensor,
     v: tl.tensor,
@@ -70,20 +89,11 @@ def add_tile(
     gathered: tl.tensor,
     scale: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The maximum, total and sum of values of a part, and a tile of keys: `score`, `[members,
-    keys]`, before scaling, -inf where a key is not seen; `v`, `[keys, dim]`. The bits of a member
-    do not depend on the number of members, nor on the kernel."""
-    new_maximum = tl.maximum(maximum, tl.max(score, 1))
-    # A query token may see nothing of a part: its weights are 0, and no NaN.
-    base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-    weight = tl.exp2(tl.fma(score, scale, -(base * scale)[:, None]))
-    shrink = tl.exp2((maximum - base) * scale)
-    # Weights, at most 1, are added up as whole numbers of 2**-22, the last places of 2 to 4: a sum
-    # of float32 over threads would have the order of the tile's layout, which the members decide.
-    units = tl.sum((weight + 2.0).to(tl.int32, bitcast=True) - IN_BITS_OF_TWO, 1)
-    total = tl.fma(total, shrink, units.to(tl.float32) * 2.0**-22)
+    """The maximum, total and sum of values of a part, and a tile of keys: `score` as of
+    `weigh_tile`; `v`, `[keys, dim]`."""
+    weight, maximum, total, shrink = weigh_tile(score, maximum, total, scale)
     gathered = tl.dot(weight.to(v.dtype), v, gathered * shrink[:, None], input_precision="ieee")
-    return new_maximum, total, gathered
+    return maximum, total, gathered
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from megatron_async.ops.attention.decode_attention import decode_tile
 from megatron_async.ops.attention.prefill_attention import LOG2_E, check_rows
 from megatron_async.ops.attention.prefill_schedule import GROUP_QUERIES, PrefillSchedule
 from megatron_async.ops.attention.warpgroup_attention_kernel import warpgroup_attention_kernel
@@ -51,9 +52,12 @@ class WarpgroupTile(NamedTuple):
         return 240 if self.warpgroups == 2 else 160
 
 
-def warpgroup_tile_of(dim: int, block_size: int, tokens: int = MANY_TOKENS) -> WarpgroupTile | None:
+def warpgroup_tile_of(
+    dim: int, block_size: int, tokens: int = MANY_TOKENS, in_parts: bool = False
+) -> WarpgroupTile | None:
     """The tile for heads of `dim` elements, KV blocks of `block_size` tokens and a step of at most
-    `tokens` tokens; None: there is none, as a tile of keys lies in one block.
+    `tokens` tokens; None: there is none, as a tile of keys lies in one block. `in_parts`: as many
+    keys as `decode_tile` has; the parts' sums leave registers for two warpgroups.
 
     Tiles of 192 queries need fewer bytes, but are too large for few tokens. Products in turns pay
     with heads of 128, whose products take longer than their weights, and if a program has tens of
@@ -61,8 +65,10 @@ def warpgroup_tile_of(dim: int, block_size: int, tokens: int = MANY_TOKENS) -> W
     """
     if dim not in DIMS or block_size % 64:
         return None
+    are_many = tokens >= 2048
+    if in_parts:
+        return WarpgroupTile(2, decode_tile(dim), 4, in_turns=are_many and dim == 128)
     if dim == 128:
-        are_many = tokens >= 2048
         if block_size % 128 == 0:
             return WarpgroupTile(2, 128, 2, in_turns=are_many)
         return WarpgroupTile(3, 64, 3) if are_many else WarpgroupTile(2, 64, 4, in_turns=False)
@@ -81,8 +87,10 @@ def warpgroup_prefill_attention(
     scale: float,
     out: Tensor,
     is_settled: bool = False,
+    part: int = 0,
 ) -> None:
-    """`paged_prefill_attention` of bfloat16 or float16; the tile's keys divide the block size."""
+    """`paged_prefill_attention` of bfloat16 or float16; the tile's keys divide the block size, and
+    with a `part` the schedule divides no keys."""
     name = "warpgroup_prefill_attention"
     check_rows(name, query, key_cache, value_cache, block_tables, schedule, tile.queries, out)
     dim = query.size(2)
@@ -93,6 +101,13 @@ def warpgroup_prefill_attention(
             f"{dim} and blocks of {block_size} tokens; it serves 16-bit dtypes, heads of 64 and "
             "128 and blocks of whole tiles (use paged_prefill_attention)."
         )
+    parts = schedule.parts
+    if part and (parts is not None or part % tile.keys or tile.keys != decode_tile(dim)):
+        raise ValueError(
+            f"{name}: parts of {part} keys want a schedule of processors=0, and whole tiles of "
+            f"{decode_tile(dim)} keys; found processors={schedule.processors} and tiles of "
+            f"{tile.keys}."
+        )
     if not len(schedule.units):
         return
     keys, values = (
@@ -101,7 +116,6 @@ def warpgroup_prefill_attention(
         )
         for cache in (key_cache, value_cache)
     )
-    parts = schedule.parts
     # Without parts nothing is read of these.
     nothing = (out, out, out, schedule.units)
     warpgroup_attention_kernel[kv_heads, len(schedule.units)](
@@ -123,6 +137,7 @@ def warpgroup_prefill_attention(
         stages=tile.stages,
         registers=tile.registers,
         in_turns=tile.in_turns,
+        part=part,
         is_settled=is_settled,
         num_warps=4,
         **launch_options(query),

@@ -26,25 +26,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from megatron_async.ops.attention.prefill_schedule import GROUP_QUERIES, UNIT
-from megatron_async.ops.attention.warpgroup_join import join_parts_of_queries, of_product
+from megatron_async.ops.attention.warpgroup_join import join_parts_of_queries
+from megatron_async.ops.attention.warpgroup_parts import attend_parts
+from megatron_async.ops.attention.warpgroup_tiles import (
+    again,
+    as_factor,
+    clear_behind,
+    in_memory,
+    of_product,
+    places,
+)
 
 # mypy: disable-error-code="assignment"
-
-
-PIECE = gl.constexpr(16)
-"""Keys whose values are cleared at a time."""
-
-
-@gluon.constexpr_function
-def _in_memory(dim: int) -> gl.BlockedLayout:
-    """Layout in which a thread has adjacent elements of a query."""
-    return gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def _as_factor(columns: int) -> gl.DotOperandLayout:
-    """Layout in which they take the rows of weights that meet values of so many columns."""
-    return gl.DotOperandLayout(0, of_product(columns), 2)
 
 
 @gluon.jit
@@ -57,14 +50,15 @@ def load_tiles(
     column: gl.tensor,
     shared: gl.tuple,
     block_size: gl.constexpr,
+    in_order: gl.constexpr,
 ) -> None:
-    """Bring `tiles` tiles of keys and values from the one before `end` on backwards, when their
-    places are free."""
+    """Bring `tiles` tiles of keys and values, from the first one on if `in_order`, else from the
+    one before `end` on backwards, when their places are free."""
     keys, values, keys_there, values_there, keys_read, values_read, _turns = shared
     stages: gl.constexpr = keys.shape[0]
     key_tile: gl.constexpr = keys.shape[1]
     for i in range(tiles):
-        first = (end - 1 - i) * key_tile
+        first = (i if in_order else end - 1 - i) * key_tile
         cell = gl.load(table + first // block_size) * block_size + first % block_size
         slot = i % stages
         phase = i // stages % 2
@@ -137,7 +131,7 @@ def _add_tiles(
         slot = i % stages
         before = (i - 1) % stages
         before_phase = (i - 1) // stages % 2
-        multiplied = gl.convert_layout(weights.to(queries.dtype), _as_factor(dim))
+        multiplied = gl.convert_layout(weights.to(queries.dtype), as_factor(dim))
         mbarrier.wait(keys_there.index(slot), i // stages % 2)
         if in_turns:
             # One warpgroup's products are behind the other's, not between them: so one computes
@@ -169,51 +163,6 @@ def _add_tiles(
 
 
 @gluon.jit
-def _places(
-    first: gl.tensor,
-    start: gl.tensor,
-    tokens: gl.tensor,
-    kv_head: gl.tensor,
-    count: gl.constexpr,
-    kv_heads: gl.constexpr,
-    group: gl.constexpr,
-    dim: gl.constexpr,
-) -> tuple[gl.tensor, gl.tensor]:
-    """Offsets `[count, dim]` of queries from `first` of their chunk on, and which of them exist."""
-    layout: gl.constexpr = _in_memory(dim)
-    # The query heads of a KV head share its keys: they are rows of one tile, token by token.
-    local = first + gl.arange(0, count, layout=gl.SliceLayout(1, layout))
-    head = kv_head * group + local % group
-    row = (start + local // group).to(gl.int64) * (kv_heads * group) + head
-    column = gl.arange(0, dim, layout=gl.SliceLayout(0, layout))
-    return row[:, None] * dim + column[None, :], (local // group < tokens)[:, None]
-
-
-@gluon.jit
-def _again(value: gl.tensor) -> gl.tensor:
-    """Value that the compiler takes for another one: what follows from it is computed again, not
-    kept in registers."""
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _clear_behind(
-    values: gl.shared_memory_descriptor, kept: gl.tensor, layout: gl.constexpr
-) -> None:
-    """Zeros for the values of keys `kept` and later, which may be anything."""
-    key_tile: gl.constexpr = values.shape[0]
-    for i in gl.static_range(key_tile // PIECE):
-        if kept < (i + 1) * PIECE:
-            piece = values.slice(i * PIECE, PIECE, dim=0)
-            key = i * PIECE + gl.arange(0, PIECE, layout=gl.SliceLayout(1, layout))[:, None]
-            found = piece.load(layout)
-            piece.store(gl.where(key < kept, found, gl.zeros_like(found)))
-    fence_async_shared()
-
-
-@gluon.jit
 def attend(
     number: gl.constexpr,
     query: gl.tensor,
@@ -240,11 +189,11 @@ def attend(
     key_tile: gl.constexpr = keys.shape[1]
     count: gl.constexpr = all_queries.shape[1]
     dtype: gl.constexpr = query.dtype.element_ty
-    flat: gl.constexpr = _in_memory(dim)
+    flat: gl.constexpr = in_memory(dim)
     layout: gl.constexpr = of_product(key_tile)
     sums: gl.constexpr = of_product(dim)
     own = first_query + number * count
-    place, exists = _places(own, start, tokens, kv_head, count, kv_heads, group, dim)
+    place, exists = places(own, start, tokens, kv_head, count, kv_heads, group, dim)
     queries = all_queries.index(number)
     queries.store(gl.load(query + place, mask=exists, other=0.0))
     fence_async_shared()
@@ -268,7 +217,7 @@ def attend(
     gathered = gl.zeros([count, dim], gl.float32, layout=sums)
     if length < end * key_tile:
         mbarrier.wait(values_there.index(0), 0)
-        _clear_behind(values.index(0), length - first, flat)
+        clear_behind(values.index(0), length - first, flat)
     masked = gl.minimum(end - unmasked, tiles)
     weights, gathered, maximum, total = _add_tiles(
         1, masked, end, queries, shared,
@@ -281,7 +230,7 @@ def attend(
     stages: gl.constexpr = keys.shape[0]
     last = (tiles - 1) % stages
     mbarrier.wait(values_there.index(last), (tiles - 1) // stages % 2)
-    multiplied = gl.convert_layout(weights.to(dtype), _as_factor(dim))
+    multiplied = gl.convert_layout(weights.to(dtype), as_factor(dim))
     adding = warpgroup_mma(
         multiplied, values.index(last), warpgroup_mma_init(gathered), is_async=True
     )
@@ -303,7 +252,7 @@ def attend(
     if is_there:
         # Through the place of the queries, so that a thread writes adjacent elements.
         queries.store(gathered.to(dtype))
-        place, exists = _places(_again(own), start, tokens, kv_head, count, kv_heads, group, dim)
+        place, exists = places(again(own), start, tokens, kv_head, count, kv_heads, group, dim)
         gl.store(out + place, queries.load(flat), mask=exists)
 
 
@@ -343,6 +292,7 @@ def warpgroup_attention_kernel(
     stages: gl.constexpr,
     registers: gl.constexpr,
     in_turns: gl.constexpr,
+    part: gl.constexpr,
     is_settled: gl.constexpr,
     overlap: gl.constexpr,
 ) -> None:
@@ -364,7 +314,7 @@ def warpgroup_attention_kernel(
     length = gl.load(unit + 4)
     begin = gl.load(unit + 5)
     end = gl.load(unit + 6)
-    part = gl.load(unit + 7)
+    nth = gl.load(unit + 7)
     parts = gl.load(unit + 8)
     if overlap and is_settled:
         gdc_wait()
@@ -395,38 +345,41 @@ def warpgroup_attention_kernel(
             mbarrier.init(turns.index(i), count=1)
         chunk = (start, tokens, length)
         slot = kv_head * slots + number
-        partial = (part_output, part_maximum, part_total, arrived, slot, part, parts)
+        partial = (part_output, part_maximum, part_total, arrived, slot, nth, parts)
         shared = (keys, values, keys_there, values_there, keys_read, values_read, turns)
         # A tuple that is assigned has no constants, so these are written where they are used.
+        cut: gl.constexpr = part if part > 0 else divides
         if warpgroups == 2:
             gl.warp_specialize([
-                (attend, (
+                (attend_parts if part > 0 else attend, (
                     0, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
-                    queries, shared, partial, divides, kv_heads, group, dim, in_turns,
+                    queries, shared, partial, cut, kv_heads, group, dim, in_turns,
                 )),
-                (attend, (
+                (attend_parts if part > 0 else attend, (
                     1, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
-                    queries, shared, partial, divides, kv_heads, group, dim, in_turns,
+                    queries, shared, partial, cut, kv_heads, group, dim, in_turns,
                 )),
                 (load_tiles, (
                     key_chunks, value_chunks, table, end, tiles, kv_head * dim, shared, block_size,
+                    part > 0,
                 )),
             ], [4, 1], [registers, 24])  # fmt: skip
         else:
             gl.warp_specialize([
-                (attend, (
+                (attend_parts if part > 0 else attend, (
                     0, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
-                    queries, shared, partial, divides, kv_heads, group, dim, in_turns,
+                    queries, shared, partial, cut, kv_heads, group, dim, in_turns,
                 )),
-                (attend, (
+                (attend_parts if part > 0 else attend, (
                     1, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
-                    queries, shared, partial, divides, kv_heads, group, dim, in_turns,
+                    queries, shared, partial, cut, kv_heads, group, dim, in_turns,
                 )),
-                (attend, (
+                (attend_parts if part > 0 else attend, (
                     2, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
-                    queries, shared, partial, divides, kv_heads, group, dim, in_turns,
+                    queries, shared, partial, cut, kv_heads, group, dim, in_turns,
                 )),
                 (load_tiles, (
                     key_chunks, value_chunks, table, end, tiles, kv_head * dim, shared, block_size,
+                    part > 0,
                 )),
             ], [4, 4, 1], [registers, registers, 24])  # fmt: skip

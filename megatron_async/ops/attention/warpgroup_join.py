@@ -11,11 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-
-@gluon.constexpr_function
-def of_product(columns: int) -> gl.NVMMADistributedLayout:
-    """Layout in which the matrix units leave 64 rows of one warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+from megatron_async.ops.attention.warpgroup_tiles import of_product
 
 
 @gluon.jit

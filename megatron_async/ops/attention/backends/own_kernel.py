@@ -14,7 +14,6 @@ from megatron_async.ops.attention.backends.base import (
     PrefillBackend,
     PrefillRows,
     require,
-    require_parts_of_the_step,
     require_wide_cache,
 )
 from megatron_async.ops.attention.prefill_attention import paged_prefill_attention
@@ -152,7 +151,8 @@ class TritonPrefill(OwnKernelPrefill):
 
 
 class WarpgroupPrefill(OwnKernelPrefill):
-    """Prefill attention by the Gluon kernel of `ops/attention/warpgroup_attention_kernel.py`.
+    """Prefill attention by the Gluon kernel of `ops/attention/warpgroup_attention_kernel.py`. In
+    parts of the shape's length a query has the bits of a decode row, and no keys are divided.
 
     Raises:
         BackendUnavailable: the GPU or the shape does not fit.
@@ -161,7 +161,7 @@ class WarpgroupPrefill(OwnKernelPrefill):
     name = "warpgroup"
 
     def __init__(self, shape: AttentionShape) -> None:
-        require_parts_of_the_step(self.name, shape)
+        part = shape.part
         require_wide_cache(self.name, shape)
         is_hopper = is_supported(shape.device)
         require(is_hopper, self.name, f"{shape.device} is not a Hopper GPU", OTHER)
@@ -180,9 +180,15 @@ class WarpgroupPrefill(OwnKernelPrefill):
         )
 
         def tile(tokens: int) -> WarpgroupTile:
-            found = warpgroup_tile_of(shape.dim, shape.block_size, tokens)
+            found = warpgroup_tile_of(shape.dim, shape.block_size, tokens, part > 0)
             assert found is not None
             return found
 
-        queries = {tile(tokens).queries for tokens in (1, MANY_TOKENS)}
-        super().__init__(shape, warpgroup_prefill_attention, tile, sorted(queries))
+        super().__init__(
+            shape,
+            partial(warpgroup_prefill_attention, part=part),
+            tile,
+            sorted({tile(tokens).queries for tokens in (1, MANY_TOKENS)}),
+            divides=not part,
+            part=part,
+        )

@@ -266,6 +266,7 @@ def question_of(shape: AttentionShape, at_hand: Sequence[str]) -> Question[Prefi
         "block_size": shape.block_size,
         "longest": min(shape.longest_sequence, max(each.kv for each in STEP_CLASSES)),
         "dtype": str(shape.dtype).removeprefix("torch."),
+        "part": shape.part,
         "backends": list(at_hand),
     }
     return Question("prefill attention", facts, PrefillRow([CANDIDATES[0]] * count), check)

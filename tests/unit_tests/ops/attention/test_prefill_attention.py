@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from megatron_async.ops.attention import prefill_schedule
+from megatron_async.ops.attention import warpgroup_attention as launch_module
+from megatron_async.ops.attention import warpgroup_attention_kernel as kernel_module
 from megatron_async.ops.attention.decode_attention import (
     DecodeWorkspace,
     decode_tile,
@@ -15,8 +17,14 @@ from megatron_async.ops.attention.decode_attention import (
 )
 from megatron_async.ops.attention.prefill_attention import paged_prefill_attention
 from megatron_async.ops.attention.prefill_tile import Tile, tile_of
+from megatron_async.ops.attention.warpgroup_attention import (
+    warpgroup_prefill_attention,
+    warpgroup_tile_of,
+)
 from tests.unit_tests.ops.attention.decode_batch import processors
 from tests.unit_tests.ops.attention.prefill_batch import PrefillBatch, random_chunks
+from tests.unit_tests.ops.linear.gluon_emulator import EmulatedKernel
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 
 @pytest.mark.parametrize(
@@ -118,6 +126,54 @@ def test_a_query_has_the_bits_of_a_decode_row(block_size, dim, device, matrix_un
         every[positions], batch.keys, batch.values, tables, batch.scale, workspace, out
     )
     assert torch.equal(out, whole[positions])
+
+
+@pytest.fixture
+def warpgroups(monkeypatch):
+    """The warpgroups' kernel; emulated where there is no GPU."""
+    if INTERPRETED:
+        kernel = EmulatedKernel(kernel_module, "warpgroup_attention_kernel", (1, 2))
+        monkeypatch.setattr(launch_module, "warpgroup_attention_kernel", kernel)
+        monkeypatch.setattr(launch_module, "launch_options", lambda x: {"overlap": True})
+
+
+@pytest.mark.parametrize(
+    ("chunks", "block_size", "kv_heads", "group", "dim"),
+    [
+        ([(300, 300)], 64, 1, 3, 64),
+        ([(130, 700), (1, 257), (5, 5)], 128, 1, 4, 128),
+        ([(40, 256), (33, 512), (3, 640)], 64, 2, 2, 128),
+    ],
+)
+@pytest.mark.parametrize("query_scale", [1.0, 30.0])
+def test_warpgroups_have_the_bits_of_other_rows(
+    chunks, block_size, kv_heads, group, dim, query_scale, device, matrix_units, warpgroups
+):
+    """In parts of one length. Break it: `shrink` or the sums of a part kept over its border."""
+    part, tokens = 256, 20 + sum(query for query, _ in chunks)
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    longest = max(kv for _, kv in chunks)
+    batch = PrefillBatch(
+        tokens, len(chunks) + 1, longest, block_size, kv_heads, group, dim, dtype, device
+    )
+    batch.refill(chunks, query_scale, first=9)
+    rows, found = batch.rows(), {}
+    sizes = kv_heads * group, dim, block_size, dtype, batch.query.device
+    for launch, tile in (
+        (paged_prefill_attention, tile_of(tokens, *sizes, in_parts=True)),
+        (warpgroup_prefill_attention, warpgroup_tile_of(dim, block_size, 4096, in_parts=True)),
+    ):
+        schedule = batch.schedule(0, tile)
+        batch.plan(schedule, rows, tile)
+        batch.out.fill_(float("nan"))
+        launch(
+            batch.query, batch.keys, batch.values, rows.block_tables, schedule, tile, batch.scale,
+            batch.out, part=part,
+        )  # fmt: skip
+        batch.check()
+        found[launch] = batch.out[9 : batch.tokens].clone()
+    one, other = found.values()
+    assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("change", [{"first_key": 1}, {"part": 96}])

@@ -177,12 +177,12 @@ def test_tiles_that_do_not_exist(emulated):
         attend(batch, batch.rows(), tile)
 
 
-def compiled(dim, block_size, group, divides):
-    tile = warpgroup_tile_of(dim, block_size, 128 if divides else 8192)
+def compiled(dim, block_size, group, divides, part=0):
+    tile = warpgroup_tile_of(dim, block_size, 128 if divides else 8192, part > 0)
     constants = {
         "block_size": block_size, "group": group, "kv_heads": 8, "divides": divides,
         "warpgroups": tile.warpgroups, "stages": tile.stages, "registers": tile.registers,
-        "in_turns": tile.in_turns, "is_settled": True, "overlap": True,
+        "in_turns": tile.in_turns, "part": part, "is_settled": True, "overlap": True,
     }  # fmt: skip
     block = f"tensordesc<bf16[{tile.keys}, {dim}],{IN_SHARED_MEMORY!r}>"
     types = {"key_chunks": block, "value_chunks": block, "scale": "fp32"}

@@ -25,6 +25,7 @@ from functools import partial
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -250,7 +251,7 @@ class Program:
             program_id=self.number.__getitem__, static_range=range, full=_full, where=_where,
             sigmoid=torch.sigmoid,
             arange=lambda start, end, layout: torch.arange(start, end), load=_load, store=_store,
-            exp=torch.exp, exp2=torch.exp2, float32=torch.float32, int32=torch.int32,
+            exp=torch.exp, exp2=_exp2, fma=_fma, cast=_cast, float32=torch.float32, int32=torch.int32,
             maximum=_pair(torch.maximum), minimum=_pair(torch.minimum), max=torch.amax,
             int64=torch.int64, float8e4nv=torch.float8_e4m3fn,
             PropagateNan=SimpleNamespace(ALL=None),
@@ -296,6 +297,20 @@ def _where(condition: Any, one: Any, other: Any) -> Any:
     if isinstance(condition, Tensor):
         return torch.where(condition, one, other)
     return one if condition else other
+
+
+def _exp2(value: Tensor) -> Tensor:
+    """NumPy's, as Triton's interpreter has it: torch's may differ in its last bit."""
+    return torch.from_numpy(np.exp2(value.numpy()))
+
+
+def _fma(one: Tensor, other: Any, added: Any) -> Tensor:
+    """With two roundings, as Triton's interpreter."""
+    return one * other + added
+
+
+def _cast(value: Tensor, dtype: torch.dtype, bitcast: bool) -> Tensor:
+    return value.view(dtype) if bitcast else value.to(dtype)
 
 
 def _pair(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:

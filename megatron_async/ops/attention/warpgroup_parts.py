@@ -1,0 +1,190 @@
+"""A warpgroup's attention in parts of one length, with the bits of a decode row.
+
+Keys come in order, in the tiles of decode attention; each part begins from scratch, and is joined
+behind the parts before it. What a tile adds to its part and a part to the others is said once, for
+Triton's kernels and for this one (`join_parts.py`). The products are those of `warpgroup_mma`,
+which adds up as decode attention's do (docs/records/one_order.md).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from megatron_async.ops.attention import join_parts
+from megatron_async.ops.attention.warpgroup_tiles import (
+    again,
+    as_factor,
+    clear_behind,
+    in_memory,
+    of_product,
+    places,
+)
+
+# mypy: disable-error-code="assignment"
+
+# As Gluon takes Triton's own functions.
+weigh_tile = gluon.jit(join_parts.weigh_tile.fn)
+join_one = gluon.jit(join_parts.join_one.fn)
+
+
+@gluon.jit
+def _add_tiles(
+    begin: gl.tensor,
+    stop: gl.tensor,
+    queries: gl.shared_memory_descriptor,
+    shared: gl.tuple,
+    state: gl.tuple,
+    position: gl.tensor,
+    scale: gl.tensor,
+    number: gl.constexpr,
+    masked: gl.constexpr,
+    part: gl.constexpr,
+    in_turns: gl.constexpr,
+) -> gl.tuple:
+    """Tiles `begin` .. `stop` - 1: their scores and weights, and the values of the tile before
+    each. A part is joined where the next one begins."""
+    keys, values, keys_there, values_there, keys_read, values_read, turns = shared
+    weights, maximum, total, gathered, joined_maximum, joined_total, joined = state
+    warpgroups: gl.constexpr = turns.shape[0]
+    stages: gl.constexpr = keys.shape[0]
+    key_tile: gl.constexpr = keys.shape[1]
+    count: gl.constexpr = queries.shape[0]
+    dim: gl.constexpr = queries.shape[1]
+    rows: gl.constexpr = gl.SliceLayout(1, of_product(dim))
+    for i in range(begin, stop):
+        slot = i % stages
+        before = (i - 1) % stages
+        before_phase = (i - 1) // stages % 2
+        multiplied = gl.convert_layout(weights.to(queries.dtype), as_factor(dim))
+        mbarrier.wait(keys_there.index(slot), i // stages % 2)
+        if in_turns:
+            # As in `warpgroup_attention_kernel.py`.
+            mbarrier.wait(turns.index(number), (i - 1) % 2 if number > 0 else i % 2)
+        zeros = gl.zeros([count, key_tile], gl.float32, layout=of_product(key_tile))
+        scores = warpgroup_mma(
+            queries, keys.index(slot).permute((1, 0)), warpgroup_mma_init(zeros), is_async=True
+        )
+        mbarrier.wait(values_there.index(before), before_phase)
+        adding = warpgroup_mma(
+            multiplied, values.index(before), warpgroup_mma_init(gathered), is_async=True
+        )
+        if in_turns:
+            mbarrier.arrive(turns.index((number + 1) % warpgroups), count=1)
+        scores = warpgroup_mma_wait(1, deps=(scores,))
+        mbarrier.arrive(keys_read.index(slot), count=1)
+        first = i * key_tile
+        if masked:
+            key = first + gl.arange(0, key_tile, layout=gl.SliceLayout(0, of_product(key_tile)))
+            scores = gl.where(position[:, None] >= key[None, :], scores, -float("inf"))
+        begins = first % part == 0
+        its_maximum, its_total = maximum, total
+        weights, maximum, total, shrink = weigh_tile(
+            scores, gl.where(begins, -float("inf"), maximum), gl.where(begins, 0.0, total), scale
+        )
+        # These are there already. But ptxas moves nothing over a branch, and would move the
+        # weights behind the wait below.
+        mbarrier.wait(values_there.index(before), before_phase)
+        gathered, multiplied, weights = warpgroup_mma_wait(0, deps=(adding, multiplied, weights))
+        mbarrier.arrive(values_read.index(before), count=1)
+        if begins:
+            joined_maximum, joined_total, joined = join_one(
+                joined_maximum, joined_total, joined, gl.convert_layout(its_maximum, rows),
+                gl.convert_layout(its_total, rows), gathered, scale,
+            )  # fmt: skip
+        # By 0, where a part begins.
+        gathered = gathered * gl.convert_layout(shrink, rows)[:, None]
+    return weights, maximum, total, gathered, joined_maximum, joined_total, joined
+
+
+@gluon.jit
+def attend_parts(
+    number: gl.constexpr,
+    query: gl.tensor,
+    out: gl.tensor,
+    chunk: gl.tuple,
+    first_query: gl.tensor,
+    kv_head: gl.tensor,
+    _end: gl.tensor,
+    tiles: gl.tensor,
+    unmasked: gl.tensor,
+    scale: gl.tensor,
+    all_queries: gl.shared_memory_descriptor,
+    shared: gl.tuple,
+    _partial: gl.tuple,
+    part: gl.constexpr,
+    kv_heads: gl.constexpr,
+    group: gl.constexpr,
+    dim: gl.constexpr,
+    in_turns: gl.constexpr,
+) -> None:
+    """One warpgroup's queries over the first `tiles` tiles."""
+    start, tokens, length = chunk
+    keys, values, keys_there, values_there, keys_read, _values_read, _turns = shared
+    stages: gl.constexpr = keys.shape[0]
+    key_tile: gl.constexpr = keys.shape[1]
+    count: gl.constexpr = all_queries.shape[1]
+    dtype: gl.constexpr = query.dtype.element_ty
+    flat: gl.constexpr = in_memory(dim)
+    layout: gl.constexpr = of_product(key_tile)
+    sums: gl.constexpr = of_product(dim)
+    rows: gl.constexpr = gl.SliceLayout(1, sums)
+    own = first_query + number * count
+    place, exists = places(own, start, tokens, kv_head, count, kv_heads, group, dim)
+    queries = all_queries.index(number)
+    queries.store(gl.load(query + place, mask=exists, other=0.0))
+    fence_async_shared()
+    # What tokens behind the chunk's end attend to is not stored.
+    token = (own + gl.arange(0, count, layout=gl.SliceLayout(1, layout))) // group
+    position = length - tokens + token
+
+    mbarrier.wait(keys_there.index(0), 0)
+    zeros = gl.zeros([count, key_tile], gl.float32, layout=layout)
+    scores = warpgroup_mma(
+        queries, keys.index(0).permute((1, 0)), warpgroup_mma_init(zeros), is_async=True
+    )
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    mbarrier.arrive(keys_read.index(0), count=1)
+    key = gl.arange(0, key_tile, layout=gl.SliceLayout(0, layout))
+    scores = gl.where(position[:, None] >= key[None, :], scores, -float("inf"))
+    maximum = gl.full([count], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
+    total = gl.zeros([count], gl.float32, layout=gl.SliceLayout(1, layout))
+    weights, maximum, total, _shrink = weigh_tile(scores, maximum, total, scale)
+    gathered = gl.zeros([count, dim], gl.float32, layout=sums)
+    joined = gl.zeros([count, dim], gl.float32, layout=sums)
+    joined_maximum = gl.full([count], -float("inf"), gl.float32, layout=rows)
+    joined_total = gl.zeros([count], gl.float32, layout=rows)
+    state = (weights, maximum, total, gathered, joined_maximum, joined_total, joined)
+    masked = gl.maximum(gl.minimum(unmasked, tiles), 1)
+    state = _add_tiles(
+        1, masked, queries, shared, state, position, scale, number, False, part, in_turns
+    )
+    state = _add_tiles(
+        masked, tiles, queries, shared, state, position, scale, number, True, part, in_turns
+    )
+    weights, maximum, total, gathered, joined_maximum, joined_total, joined = state
+    last = (tiles - 1) % stages
+    mbarrier.wait(values_there.index(last), (tiles - 1) // stages % 2)
+    if length < tiles * key_tile:
+        clear_behind(values.index(last), length - (tiles - 1) * key_tile, flat)
+    multiplied = gl.convert_layout(weights.to(dtype), as_factor(dim))
+    adding = warpgroup_mma(
+        multiplied, values.index(last), warpgroup_mma_init(gathered), is_async=True
+    )
+    gathered, multiplied = warpgroup_mma_wait(0, deps=(adding, multiplied))
+    _maximum, total, gathered = join_one(
+        joined_maximum, joined_total, joined, gl.convert_layout(maximum, rows),
+        gl.convert_layout(total, rows), gathered, scale,
+    )  # fmt: skip
+    gathered = gathered / total[:, None]
+    # Through the place of the queries, so that a thread writes adjacent elements.
+    queries.store(gathered.to(dtype))
+    place, exists = places(again(own), start, tokens, kv_head, count, kv_heads, group, dim)
+    gl.store(out + place, queries.load(flat), mask=exists)
