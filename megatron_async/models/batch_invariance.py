@@ -41,8 +41,8 @@ def _unserved(model: Any, config: InferenceConfig, device: torch.device) -> Iter
         yield f"a GPU of compute capability {major}.x: it was tried on {MAJOR}.0 alone"
     if model.params_dtype not in DTYPES:
         yield f"dtype={str(model.params_dtype).removeprefix('torch.')!r}: use 'bfloat16'"
-    if config.attention_backend not in (None, "triton"):
-        yield f"attention_backend={config.attention_backend!r}: use 'triton'"
+    if config.attention_backend not in (None, "triton", "warpgroup"):
+        yield f"attention_backend={config.attention_backend!r}: use 'triton' or 'warpgroup'"
     if config.quantization not in (None, "auto"):
         yield f"quantization={config.quantization!r}: use the model's own weights"
     if is_recurrent(model) and config.mamba_ssm_states_dtype != "float32":

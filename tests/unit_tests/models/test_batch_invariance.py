@@ -44,8 +44,8 @@ def check(monkeypatch, capability=(9, 0), device=GPU, model=(), **settings):
         ({"capability": (8, 0)}, r"capability 8.x: it was tried on 9.0 alone"),
         ({"capability": (10, 0)}, r"capability 10.x: it was tried on 9.0 alone"),
         ({"model": {"params_dtype": torch.float32}}, "dtype='float32': use 'bfloat16'"),
-        *(({"attention_backend": name}, f"attention_backend='{name}': use 'triton'")
-          for name in ("warpgroup", "flash_attn_3", "flash_attn_4", "torch")),
+        *(({"attention_backend": name}, f"attention_backend='{name}': use 'triton' or 'w")
+          for name in ("flash_attn_3", "flash_attn_4", "torch")),
         ({"quantization": "int8"}, "quantization='int8'"),
         ({"mamba_ssm_states_dtype": "bfloat16"}, "mamba_ssm_states_dtype='bfloat16': use 'float"),
         ({"model": {"tensor_model_parallel_size": 4, "sequence_parallel": True}},
@@ -159,7 +159,7 @@ ADD_UP = {
     "_parts_kernel", "_prefill_kernel", "_conv_kernel", "_inputs_kernel", "_scan_kernel",
     "_replay_kernel", "_flush_kernel", "_process", "_bounds", "_choose", "_factors_kernel",
     "_gated_head_norm_kernel", "_add_shared_expert_kernel", "_output_gate_kernel",
-    "chain_logits_kernel", "chain_up_kernel", "chain_down_kernel",
+    "chain_logits_kernel", "chain_up_kernel", "chain_down_kernel", "warpgroup_attention_kernel",
 }  # fmt: skip
 """Kernels that add or round numbers, each of which keeps the promise."""
 PLACE = {
@@ -189,9 +189,10 @@ def test_an_engine_of_the_mode_has_no_kernel_of_another_order():
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     names = {name for name, _ in found}
     assert names - ADD_UP - PLACE == set()
-    assert {"_replay_kernel", "_prefill_kernel", "_parts_kernel", "streamed_kernel"} <= names
+    attention = {"_prefill_kernel", "_parts_kernel", "warpgroup_attention_kernel"}
+    assert attention | {"_replay_kernel", "streamed_kernel"} <= names
     for name, values in found:
-        if name in ("_parts_kernel", "_prefill_kernel"):
+        if name in attention:
             assert values["part"] == INVARIANT_PART
         if name == "tile_kernel":
             assert values["splits"] == 1

@@ -197,7 +197,8 @@ def layers_of_step(
     )
     workspace = None
     if decode_rows:
-        workspace = DecodeWorkspace(decode_rows, shape.heads, shape.kv_heads, shape.dim, where)
+        heads, parts = (shape.heads, shape.kv_heads, shape.dim), (shape.part, longest)
+        workspace = DecodeWorkspace(decode_rows, *heads, where, 1, *parts)
         workspace.schedule.update(kv_lengths[:decode_rows])
 
     def layers() -> None:
