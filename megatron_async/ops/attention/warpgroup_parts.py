@@ -92,7 +92,9 @@ def _add_tiles(
         # These are there already. But ptxas moves nothing over a branch, and would move the
         # weights behind the wait below.
         mbarrier.wait(values_there.index(before), before_phase)
-        gathered, multiplied, weights = warpgroup_mma_wait(0, deps=(adding, multiplied, weights))
+        gathered, multiplied, weights, shrink = warpgroup_mma_wait(
+            0, deps=(adding, multiplied, weights, shrink)
+        )
         mbarrier.arrive(values_read.index(before), count=1)
         if begins:
             joined_maximum, joined_total, joined = join_one(

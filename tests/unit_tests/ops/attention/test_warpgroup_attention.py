@@ -41,7 +41,7 @@ CASES = [
 ]
 
 
-def attend(batch, rows, tile=None, processors=0, schedule=None, is_settled=False):
+def attend(batch, rows, tile=None, processors=0, schedule=None, is_settled=False, part=0):
     """The schedule, which is made if there is none."""
     dim = batch.query.size(2)
     tile = tile or warpgroup_tile_of(dim, batch.block_size, rows.tokens)
@@ -49,7 +49,7 @@ def attend(batch, rows, tile=None, processors=0, schedule=None, is_settled=False
     batch.plan(schedule, rows, tile)
     warpgroup_prefill_attention(
         batch.query, batch.keys, batch.values, rows.block_tables, schedule, tile, batch.scale,
-        batch.out, is_settled,
+        batch.out, is_settled, part,
     )  # fmt: skip
     return schedule
 
@@ -170,6 +170,10 @@ def test_tiles_that_do_not_exist(emulated):
     batch.refill([])
     with pytest.raises(ValueError, match="no tile of 128 keys for"):
         attend(batch, batch.rows(), WarpgroupTile(2, 128, 2))
+    for part, processors, keys in ((96, 0, 64), (256, 4, 64), (256, 0, 32)):
+        problem = f"parts of {part} .*={processors} and tiles of {keys}"
+        with pytest.raises(ValueError, match=problem):
+            attend(batch, batch.rows(), WarpgroupTile(2, keys, 2), processors, part=part)
     with pytest.raises(ValueError, match=r"tiles of 128 queries of 64; here are .* 192"):
         attend(batch, batch.rows(), WarpgroupTile(3, 64, 2), schedule=batch.schedule(0, tile))
     batch.keys = batch.keys[..., :16]
@@ -206,13 +210,13 @@ def instructions(kernel, folder):
 
 
 @compiles
-@pytest.mark.parametrize("divides", [False, True])
+@pytest.mark.parametrize(("divides", "part"), [(False, 0), (True, 0), (False, 256)])
 @pytest.mark.parametrize(
     ("dim", "block_size", "group"), [(128, 256, 4), (64, 256, 3), (128, 64, 4), (64, 64, 3)]
 )
-def test_weights_are_computed_beside_a_product(dim, block_size, group, divides, tmp_path):
+def test_weights_are_computed_beside_a_product(dim, block_size, group, divides, part, tmp_path):
     """Break it: no second wait for the values, which are there."""
-    tile, kernel = compiled(dim, block_size, group, divides)
+    tile, kernel = compiled(dim, block_size, group, divides, part)
     assert kernel.metadata.shared <= 227 * 1024
     assert spilled_bytes(kernel.asm, tmp_path) <= 32
     loops = 2 * tile.warpgroups  # with a mask and without
@@ -222,9 +226,10 @@ def test_weights_are_computed_beside_a_product(dim, block_size, group, divides, 
         r"DEPBAR\.LE gsb0, 0x1\b(.*?)WARPGROUP\.DEPBAR\.LE gsb0, 0x0", text, re.DOTALL
     )
     assert len(between) == loops
-    for part in between:
-        assert part.count("MUFU.EX2") == tile.keys // 2 + 2
-        assert "HGMMA" not in part
+    for code in between:
+        # In parts, what sums shrink by comes behind the wait.
+        assert code.count("MUFU.EX2") == tile.keys // 2 + (0 if part else 2)
+        assert "HGMMA" not in code
     before, after = kernel.asm["ptx"].split("griddepcontrol.wait")
     assert not re.search(r"st\.[\w.]*global|cp\.async", before)
     assert len(re.findall(r"ld\.[\w.]*global", before)) == (9 if divides else 7), "the unit"
@@ -232,8 +237,8 @@ def test_weights_are_computed_beside_a_product(dim, block_size, group, divides, 
     # A part is counted once all threads of its warpgroup have stored it.
     *stored, _ = kernel.asm["ptx"].split("atom.global.gpu.acq_rel.add")
     assert len(stored) == (tile.warpgroups if divides else 0)
-    for part in stored:
-        assert "bar.sync" in part[part.rindex("st.global") :]
+    for code in stored:
+        assert "bar.sync" in code[code.rindex("st.global") :]
 
 
 @pytest.mark.gpu
