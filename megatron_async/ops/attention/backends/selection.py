@@ -295,7 +295,9 @@ def choose_prefill(
             )
         return PrefillChoice.of_one(BACKENDS[name](shape))
     at_hand: dict[str, PrefillBackend] = {}
-    for candidate in CANDIDATES:
+    # In parts of one length the warpgroups' kernel is taken by its name alone, until its bits have
+    # been compared in whole models.
+    for candidate in CANDIDATES[:1] if shape.part else CANDIDATES:
         try:
             at_hand[candidate] = BACKENDS[candidate](shape)
         except BackendUnavailable as reason:
