@@ -164,12 +164,13 @@ class TestOnGpu:
             assert torch.equal(found.scales[:, :rows].T, scales)
             assert torch.equal(found.codes.view(torch.uint8), codes.view(torch.uint8))
 
-    @pytest.mark.parametrize("rows", [1, 16, 33, 64, 128])
+    @pytest.mark.parametrize("rows", [1, 16, 33, 64, 128, 200])
     @pytest.mark.parametrize(("outputs", "k", "activation", "split"), LLAMA)
     def test_llama(self, rows, outputs, k, activation, split):
+        if (plan := plan_of(rows, outputs, k, activation, split)) is None:
+            pytest.skip("cuBLASLt's")
         weight = weight_of(outputs, k, FORMS["blocks"], "cuda")
         x = random(rows, k, dtype=BRAIN, device="cuda")
-        plan = plan_of(rows, outputs, k, activation, split)
         found = streamed_fp8_product(x, weight, None, activation, plan)
         whole = found if found.dim() == 2 else found.sum(0)
         assert_close(whole, expected_product(x, weight, None, activation), BRAIN)
