@@ -35,11 +35,17 @@ def arguments(name, tokens, gated, dtype, device, experts=3, hidden=192, ffn=160
     return x, random_routing(tokens, 3, 8, device), fc1, fc2
 
 
+def assert_rows_close(found, expected):
+    """Rows differ by roundings between the products and behind them, those of dummies not at all."""
+    error = (found.double() - expected.double()).norm(dim=1)
+    limit = {torch.bfloat16: 0.015, torch.float16: 0.002}[found.dtype]
+    assert (error <= limit * expected.double().norm(dim=1)).all(), error
+
+
 def check(found, x, routing, fc1, fc2, first=0):
     wide = fc1.values(x.dtype), fc2.values(x.dtype)
     expected = expert_mlp.reference(x, routing, *wide, first, 8)
-    tolerance = 0.03 if x.dtype == torch.bfloat16 else 0.01
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert_rows_close(found, expected)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -117,8 +123,7 @@ def test_few_tokens(name, shape, device):
             found, routing = few_token_experts_gpu(x, layer, plan)
             expected, truth = few_token_experts.reference(x, wide, None)
             assert torch.equal(routing.experts, truth.experts)
-            tolerance = 0.03 if dtype == torch.bfloat16 else 0.01
-            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+            assert_rows_close(found, expected)
 
 
 def test_few_tokens_have_kernels_for_fp8_alone():
