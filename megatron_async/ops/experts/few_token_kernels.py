@@ -16,6 +16,7 @@ import triton.language as tl
 
 from megatron_async.ops.dependent_launch import await_previous, let_next_start
 from megatron_async.ops.experts.expert_routing import IN_KERNEL_LEAST_SUM, IN_KERNEL_NO_EXPERT
+from megatron_async.ops.linear.load_tile import stored_scale
 from megatron_async.ops.linear.row_tiles import (
     add_products,
     add_scaled_products,
@@ -236,12 +237,13 @@ def _activated_rows(
         length = tl.where(line < here, k, 0)
         inputs = x + line[:, None] * 0 + column[None, :]
         cells = start + turn * (block_n * k) + line[:, None] * k + column[None, :]
-        wide: tl.constexpr = block_k if form is None else block_k // 16
+        by_part: tl.constexpr = form is not None and form.inputs > 0
+        wide: tl.constexpr = block_k // 16 if by_part else block_k
         sums = tl.zeros((block_n, wide), tl.float32)
         ups = tl.zeros((block_n, wide), tl.float32)
         if form is not None:
-            covers: tl.constexpr = form.inputs if form.inputs > 0 else k
-            groups: tl.constexpr = (k + covers - 1) // covers
+            covers: tl.constexpr = form.inputs
+            groups: tl.constexpr = (k + covers - 1) // covers if by_part else 1
             own = first + turn * block_n + tl.minimum(line, here - 1)
             row_scales = scales + own // form.rows * groups
             up_scales = scales + (n + own) // form.rows * groups
@@ -264,6 +266,10 @@ def _activated_rows(
                     ups, u, inputs, column, length, at, block_k, up_scales, begin, width, covers
                 )
         y = tl.sum(sums, 1)
+        of_all: tl.constexpr = form is not None and not by_part
+        if of_all:
+            y = y * stored_scale(tl.load(row_scales))
+            ups = ups * stored_scale(tl.load(up_scales))[:, None] if gated else ups
         if gated:
             y = y * tl.sigmoid(y) * tl.sum(ups, 1)
         else:
@@ -410,8 +416,8 @@ def few_down_kernel(
     # What a pair without an expert has activated was never written.
     length = tl.where(is_pair & (expert >= 0), ffn, 0)
     if form is not None:
-        covers: tl.constexpr = form.inputs if form.inputs > 0 else 1 << 30
-        groups: tl.constexpr = (ffn + covers - 1) // covers
+        covers: tl.constexpr = form.inputs
+        groups: tl.constexpr = (ffn + covers - 1) // covers if covers > 0 else 1
         last = tl.minimum(row, hidden - 1) // form.rows
         matrix = tl.maximum(expert, 0).to(tl.int64) * ((hidden + form.rows - 1) // form.rows)
         of_rows = scales[0] + (matrix + last) * groups
@@ -426,7 +432,7 @@ def few_down_kernel(
         rows = tl.where(is_pair, rows, shared_fc2 + row.to(tl.int64) * shared_ffn + begin)
         inputs = tl.where(is_pair, inputs, shared_activated + token * shared_ffn + begin)
         if form is not None:
-            shared_groups: tl.constexpr = (shared_ffn + covers - 1) // covers
+            shared_groups: tl.constexpr = (shared_ffn + covers - 1) // covers if covers > 0 else 1
             of_rows = tl.where(is_pair, of_rows, scales[1] + last * shared_groups)
             start, width = tl.where(is_pair, 0, begin), tl.where(is_pair, ffn, shared_ffn)
         extra = 1.0
@@ -436,8 +442,11 @@ def few_down_kernel(
     length = tl.where(row < hidden, length, 0)
     cells = rows[:, None] + column[None, :]
     inputs = inputs[:, None] + column[None, :]
-    wide: tl.constexpr = block_k if form is None else block_k // 16
+    by_part: tl.constexpr = form is not None and form.inputs > 0
+    wide: tl.constexpr = block_k // 16 if by_part else block_k
     sums = tl.zeros((block_n * units, wide), tl.float32)
+    if form is not None and not by_part:
+        share = share * stored_scale(tl.load(of_rows))
     for at in range(0, ffn, depth * block_k):
         tiles = load_tiles(cells, column, length, at, ffn, block_k, depth)
         ask_first(overlap)

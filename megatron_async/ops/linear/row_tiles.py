@@ -90,10 +90,11 @@ def add_scaled_products(
     covers: tl.constexpr,
 ) -> tl.tensor:
     """`add_products` of FP8 tiles, loaded as bytes: `sums` are `[rows, block_k / 16]`, one of the
-    inputs of a thread, times their scale.
+    inputs of a thread, times their scale; or, where a scale covers all inputs, `[rows, block_k]`,
+    not multiplied by it yet.
 
     Args:
-        scales: where each row's begin, of `covers` inputs each.
+        scales: where each row's begin, of `covers` inputs each; 0: of all.
         first, width: `[rows]`: the row's input that tiles begin with, and how many it has.
     """
     rows: tl.constexpr = sums.shape[0]
@@ -103,11 +104,15 @@ def add_scaled_products(
         begin = at + step * block_k
         mask = column[None, :] < (length - begin)[:, None]
         v = tl.load(inputs + begin, mask=mask, other=0.0).to(tl.float32)
-        place = tl.minimum(first[:, None] + (begin + part)[None, :], width[:, None] - 1)
-        scale = stored_scale(tl.load(scales[:, None] + place // covers))
         w = tiles[step].to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        some = tl.sum(tl.reshape(w * v, (rows, parts, block_k // parts)), 2)
-        sums += some * scale
+        if covers == 0:
+            sums += w * v
+        else:
+            # Loaded the other way round: so Triton lays them out as the tile's threads are.
+            place = tl.minimum(first[None, :] + (begin + part)[:, None], width[None, :] - 1)
+            scale = stored_scale(tl.load(scales[None, :] + place // covers))
+            some = tl.sum(tl.reshape(w * v, (rows, parts, block_k // parts)), 2)
+            sums += some * tl.trans(scale)
     return sums
 
 

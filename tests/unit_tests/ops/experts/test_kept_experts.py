@@ -36,7 +36,7 @@ def arguments(name, tokens, gated, dtype, device, experts=3, hidden=192, ffn=160
 
 
 def assert_rows_close(found, expected):
-    """Rows differ by roundings between the products and behind them, those of dummies not at all."""
+    """Rows differ by roundings between the products and behind them; those of dummies do not."""
     error = (found.double() - expected.double()).norm(dim=1)
     limit = {torch.bfloat16: 0.015, torch.float16: 0.002}[found.dtype]
     assert (error <= limit * expected.double().norm(dim=1)).all(), error
