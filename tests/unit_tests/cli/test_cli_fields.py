@@ -132,7 +132,8 @@ def test_each_shell_offers_commands_options_choices_models_and_files(tab: Tab) -
     assert {"chat", "bench", "completion"} <= tab("megatron-async ")
     assert tab("megatron-async generate --max-n") == {"--max-new-tokens"}
     assert tab("megatron-async generate smollm2 --dtype bf") == {"bfloat16"}
-    assert tab("megatron-async generate --quantization ") == {"int8", "auto", "none"}
+    known = {"file", "fp8", "int8", "auto", "none"}
+    assert tab("megatron-async generate --quantization ") == known
     assert tab("megatron-async chat smol") == {"smollm2"}
     assert any(word.endswith("tiny-moe") for word in tab("megatron-async chat dummy:tiny-m"))
     assert tab("megatron-async replay r") == {"run.rec"}
