@@ -22,6 +22,7 @@ from megatron_async.errors import ConfigurationError, UpdateError
 from megatron_async.models.compiled_layers import compile_layers
 from megatron_async.models.held_weight import quantised_weights
 from megatron_async.models.hybrid_stack import PagedHybridStack
+from megatron_async.models.kept_weights import check_has_numbers
 from megatron_async.models.linear import pack_weights, repack_weights, weights_on_cpu
 from megatron_async.models.norm import InferenceRMSNorm, fold_norms
 
@@ -106,6 +107,7 @@ class DerivedCopies:
     def check_open(self) -> None:
         """Raise `UpdateError` where parameters do not hold the weights' numbers, so that nobody can
         write new ones there."""
+        check_has_numbers(self._model)
         if (found := next(quantised_weights(self._model), None)) is not None:
             raise UpdateError(
                 f"weight {found[0]!r} is kept as {found[1].form.words}, so nobody can write numbers"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_async.errors import UpdateError
 from megatron_async.models.embedding import InferenceEmbedding
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
@@ -42,7 +43,12 @@ def keep_weight(model: Any, module: Any, kept: GroupedWeight) -> None:
         model.output_layer.packed_weight = kept
 
 
-def has_kept_weights(model: nn.Module) -> bool:
-    """Whether a weight of a model that runs has no parameter with numbers."""
+def check_has_numbers(model: nn.Module) -> None:
+    """Raise `UpdateError` where a weight of a model that runs has no parameter with numbers, which
+    could be written or summed."""
     found = [parameter.is_meta for parameter in model.parameters()]
-    return any(found) and not all(found)
+    if any(found) and not all(found):
+        raise UpdateError(
+            "weights are kept as the blocks of their GGUF file, which take no other numbers and "
+            "have no checksum: start the engine with quantization='none'."
+        )

@@ -20,6 +20,7 @@ from megatron_async.checkpoints.source import model_parameters, named_tensors
 from megatron_async.errors import UpdateError
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.held_weight import Operand
+from megatron_async.models.kept_weights import check_has_numbers
 from megatron_async.models.pipeline import EMBEDDING, OUTPUT
 from megatron_async.ops.linear.quantised_weight import QuantisedWeight
 
@@ -34,11 +35,12 @@ def weights_checksum(model: nn.Module) -> dict[str, int]:
     model at rest, or within launched work.
 
     Raises:
-        UpdateError: the model was built by others.
+        UpdateError: the model was built by others, or its weights are a GGUF file's blocks.
     """
     architecture: Any = getattr(model, "architecture", None)
     if architecture is None:
         raise UpdateError("only models of megatron_async's loader have a checksum by name.")
+    check_has_numbers(model)
     return parameters_checksum(named_tensors(model), Shard.of(model), architecture)
 
 

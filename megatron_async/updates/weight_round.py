@@ -29,7 +29,7 @@ from megatron_async.devices import Device, Event, makes_ordinary_tensors
 from megatron_async.errors import UpdateError
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.held_weight import Operand
-from megatron_async.models.kept_weights import has_kept_weights
+from megatron_async.models.kept_weights import check_has_numbers
 from megatron_async.models.pipeline import EMBEDDING
 from megatron_async.ops.linear.quantised_layout import can_quantise
 from megatron_async.ops.linear.quantised_weight import QuantisedWeight, widened
@@ -117,11 +117,7 @@ class WeightRound:
                 "this model was built outside of megatron_async's loader, which alone knows its "
                 "weights by name: write into its parameters within engine.weights_open()."
             )
-        if has_kept_weights(model):
-            raise UpdateError(
-                "weights are kept as the blocks of their GGUF file, which take no other numbers: "
-                "start the engine with quantization='none'."
-            )
+        check_has_numbers(model)
         parameters, shard = named_tensors(model), Shard.of(model)
         refresh = wrapper.derived.refresh
         return cls(parameters, shard, architecture, context.device, refresh, **options)

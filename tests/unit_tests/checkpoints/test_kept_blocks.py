@@ -22,6 +22,7 @@ from megatron_async.models.hybrid import build_model
 from megatron_async.models.linear import bits_of_weights
 from megatron_async.ops.cpu import compiler
 from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
+from megatron_async.updates.checksum import weights_checksum
 from tests.unit_tests.checkpoints.test_gguf import write_gguf
 
 pytestmark = pytest.mark.skipif(not compiler.multiplies_integers(), reason="no Numba or no AVX2")
@@ -175,11 +176,15 @@ def test_a_gpu_keeps_no_blocks(make_gguf: Callable[..., Path]) -> None:
 
 
 def test_new_weights_are_refused(make_gguf: Callable[..., Path]) -> None:
-    with (
-        LLM(str(make_gguf("llama-tied", "llama", Q.Q8_0)), device="cpu") as llm,
-        pytest.raises(UpdateError, match="start the engine with quantization='none'"),
-    ):
-        llm.update_weights([], version=1)
+    """Also numbers that are written in place, where a parameter has none."""
+    told = "start the engine with quantization='none'"
+    with LLM(str(make_gguf("llama-tied", "llama", Q.Q8_0)), device="cpu") as llm:
+        with pytest.raises(UpdateError, match=told):
+            llm.update_weights([], version=1)
+        with pytest.raises(UpdateError, match=told), llm.weights_open(version=1):
+            pytest.fail("parameters without numbers are open")
+        with pytest.raises(UpdateError, match=told):
+            weights_checksum(llm.engine.controller.inference_wrapped_model.model)
 
 
 def test_scales_that_cannot_be_kept(make_gguf: Callable[..., Path]) -> None:
