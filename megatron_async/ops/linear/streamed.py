@@ -388,6 +388,15 @@ def streamed_kernel(
         mbarrier.expect(arrived.index(i), chunk_bytes)
         strip = begin + i * strips
         ask_weights(descriptors, buffers, arrived, i, first, strip, True, pieces)
+    of_outputs = ()
+    if has_scales and scale_rows == 0:
+        # Here, as at the end nothing else would run while they come.
+        for i in gl.static_range(products):
+            of_piece = scales_of_outputs(
+                weight_scales, 0, first + start_of(pieces, i), n, pieces[i], halves,
+                1, 1, False, side_of_sums(grid, pieces[i], halves, 0),
+            )  # fmt: skip
+            of_outputs = of_outputs + (of_piece,)
     if overlap:
         gdc_wait()
     for i in gl.static_range(ring):
@@ -438,11 +447,7 @@ def streamed_kernel(
         place = place[None, :] + (first + start_of(pieces, piece))
         y = sums[piece]
         if has_scales and scale_rows == 0:
-            factor = scales_of_outputs(
-                weight_scales, 0, first + start_of(pieces, piece), n, pieces[piece], halves,
-                1, 1, False, side_of_sums(grid, pieces[piece], halves, 0),
-            )  # fmt: skip
-            y = y * factor[None, :]
+            y = y * of_outputs[piece][None, :]
         if gated:
             y, up = split_pairs(y, lines, pieces[piece], sums_layout(grid, pieces[piece], 1))
         if has_bias:
