@@ -32,7 +32,7 @@ from megatron_async.checkpoints.quantised import (
     QuantisedFolder,
     take_quantised,
 )
-from megatron_async.checkpoints.quantised_pieces import folder_layouts
+from megatron_async.checkpoints.quantised_pieces import folder_layouts, rounding
 from megatron_async.checkpoints.quantization_config import (
     HF_QUANT_CONFIG,
     QUANTIZATION_KEYS,
@@ -93,7 +93,6 @@ class HuggingFaceSource(NamedTensorSource):
     """A Hugging Face model folder; of a model with a vision tower, its language model."""
 
     format = "huggingface"
-    _told_mixed = False
 
     def __init__(self, folder: Path, name: str | None = None) -> None:
         super().__init__(name or str(folder))
@@ -104,6 +103,7 @@ class HuggingFaceSource(NamedTensorSource):
         self._recipe = read_recipe(config, read_json(beside) if beside.is_file() else None, where)
         self.config = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
         self._files = TensorFiles(folder)
+        self._layouts: dict[Shard, dict[str, Layout]] = {}
 
     @cached_property
     def architecture(self) -> ModelArchitecture:
@@ -246,10 +246,14 @@ class HuggingFaceSource(NamedTensorSource):
 
     @override
     def layouts(self, shard: Shard, rounds_rows: bool) -> Mapping[str, Layout]:
-        held = self.held_weights(shard)
-        found, mixed = folder_layouts(held, self._tensors.quantised, rounds_rows)
-        if mixed and not self._told_mixed:
-            self._told_mixed = True
+        if shard not in self._layouts:
+            self._layouts[shard] = self._find_layouts(shard)
+        found = self._layouts[shard]
+        return rounding(found) if rounds_rows else found
+
+    def _find_layouts(self, shard: Shard) -> dict[str, Layout]:
+        found, mixed = folder_layouts(self.held_weights(shard), self._tensors.quantised)
+        if mixed and len(self._layouts) == 0:  # told once
             logger.warning(
                 "%s: %d weights, such as %r, are kept in the model's dtype: their parts have "
                 "several forms in the files.", self.name, len(mixed), mixed[0],

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron_async.checkpoints.mapping import Shard, weights
-from megatron_async.checkpoints.quantised_pieces import fp8_layouts
+from megatron_async.checkpoints.quantised_pieces import fp8_layouts, rounding
 from megatron_async.checkpoints.source import ModelSource
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.linear.quantised_layout import Layout
@@ -107,7 +107,8 @@ class Kept(NamedTuple):
             ConfigurationError: ranks cut a weight within groups of inputs.
         """
         if self.quantization == FP8:
-            return fp8_layouts(weights(self.source.architecture, shard), self.rounds_rows)
+            found = fp8_layouts(weights(self.source.architecture, shard))
+            return rounding(found) if self.rounds_rows else found
         return self.source.layouts(shard, self.rounds_rows) if self.quantization == FILE else {}
 
     def of_model(self, model: nn.Module) -> Mapping[str, Layout]:

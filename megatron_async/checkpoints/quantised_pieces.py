@@ -18,14 +18,13 @@ from megatron_async.ops.linear.quantised_weight import BLOCK, Form, QuantisedWei
 
 
 def folder_layouts(
-    held: Iterable[Weight], folder: Mapping[str, FolderWeight], rounds_rows: bool
+    held: Iterable[Weight], folder: Mapping[str, FolderWeight]
 ) -> tuple[dict[str, Layout], list[str]]:
     """Layouts of the weights of a rank that stay as a folder has them.
 
     Args:
         held: weights of the rank.
         folder: quantised weights by name.
-        rounds_rows: products round rows to FP8 where they can.
 
     Returns:
         layouts by parameter, and the parameters that cannot stay: their parts have several forms,
@@ -57,28 +56,27 @@ def folder_layouts(
         if layouts or layout is None:
             mixed.append(weight.name)
         else:
-            found[weight.name] = rounding(layout, weight) if rounds_rows else layout
+            found[weight.name] = layout
     return found, mixed
 
 
-def fp8_layouts(held: Iterable[Weight], rounds_rows: bool) -> dict[str, Layout]:
+def fp8_layouts(held: Iterable[Weight]) -> dict[str, Layout]:
     """Layouts of the weights of a rank that are rounded to FP8 when they are read: linear layers
-    and experts, a scale for each output. Arguments as for `folder_layouts`."""
+    and experts, a scale for each output."""
     layout = Layout(Form("FP8"))
-    return {
-        weight.name: rounding(layout, weight) if rounds_rows else layout
-        for weight in held
-        if is_linear(weight.name)
-    }
+    return {weight.name: layout for weight in held if is_linear(weight.name)}
 
 
-def rounding(layout: Layout, weight: Weight) -> Layout:
-    """The layout where GPUs multiply FP8 by FP8: its products round rows too, but not those of
-    experts."""
-    form = layout.form
-    is_dense = "experts." not in weight.name
-    rounds = form.numbers == "FP8" and form.inputs in (0, BLOCK) and is_dense
-    return layout._replace(form=form._replace(rounds_rows=rounds))
+def rounding(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Layouts by parameter, where GPUs multiply FP8 by FP8: products round rows too, but not
+    those of experts."""
+    found = {}
+    for name, layout in layouts.items():
+        form = layout.form
+        is_known = form.numbers == "FP8" and form.inputs in (0, BLOCK)
+        rounds = is_known and "experts." not in name
+        found[name] = layout._replace(form=form._replace(rounds_rows=rounds))
+    return found
 
 
 def quantised_pieces(

@@ -21,6 +21,7 @@ from megatron_async.checkpoints.mapping import Shard, mtp_weights
 from megatron_async.checkpoints.quantised_model import Kept
 from megatron_async.checkpoints.source import named_tensors
 from megatron_async.errors import ConfigurationError, UpdateError
+from megatron_async.lab.absent_gpu import few_layers
 from megatron_async.models.held_weight import is_linear, quantised_weights
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
@@ -286,3 +287,14 @@ def test_a_gpu_keeps_a_folder_and_says_what_the_decoded_one_says(tmp_path: Path)
         expected_weight = new["model.layers.0.self_attn.o_proj.weight"].float()
         found_weight = widened(held[name]).float().cpu()
         assert (found_weight - expected_weight).abs().max() <= expected_weight.abs().max() / 16
+
+
+def test_the_layers_that_kernels_are_found_by_differ_by_their_layouts() -> None:
+    """A last layer of another form is among them."""
+    architecture = open_model(WIDE).architecture
+    assert few_layers(architecture).num_layers == 2
+    kept = Kept.on("cuda", {"quantization": "fp8"}, open_model(WIDE), capability=(9, 0))
+    layouts = dict(kept.layouts(Shard()))
+    assert few_layers(architecture, layouts).num_layers == 2
+    del layouts["decoder.layers.15.mlp.linear_fc2.weight"]
+    assert few_layers(architecture, layouts).num_layers == 8
