@@ -18,6 +18,8 @@ from megatron_async.checkpoints.info import format_info, model_info
 from megatron_async.checkpoints.kept_blocks import keep_blocks
 from megatron_async.checkpoints.quantised_model import chosen_quantization
 from megatron_async.errors import ConfigurationError, UpdateError
+from megatron_async.models import compiled_layers
+from megatron_async.models.compiled_layers import CompiledLayers
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.linear import bits_of_weights
 from megatron_async.ops.cpu import compiler
@@ -137,6 +139,28 @@ def test_default_and_settings(make_gguf: Callable[..., Path]) -> None:
     ):  # fmt: skip
         found = log_probs(path, quantization)
         assert least < (found / expected - 1).abs().mean() < most
+
+
+@pytest.mark.parametrize("quantization", ["file", "int8"])
+def test_compiled_layers_have_the_bits_of_the_modules(
+    quantization: str, make_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 16 and of 8 bits, by weights of three forms, in one compiled call or module by
+    module."""
+    path, passes, run = make_gguf(WIDE, "llama", mixed), 0, CompiledLayers.run
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return run(*arguments)
+
+    monkeypatch.setattr(CompiledLayers, "run", counted)
+    found = log_probs(path, quantization)
+    assert passes > 3
+    monkeypatch.setattr(compiled_layers, "can_compile", lambda stack: False)
+    passes = 0
+    assert torch.equal(log_probs(path, quantization), found)
+    assert passes == 0
 
 
 def test_info_tells_the_bits(make_gguf: Callable[..., Path]) -> None:
