@@ -1,8 +1,12 @@
 """Products of FP8 with scales of blocks: emulated, compiled for a GPU, and on one."""
 
+import subprocess
+
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from megatron_async.ops.linear import streamed, streamed_fp8
 from megatron_async.ops.linear.product_kernel import PROCESSORS, Problem, Wants
@@ -16,7 +20,12 @@ from megatron_async.ops.linear.quantised_weight import (
 from megatron_async.ops.linear.rounded_rows import RoundedRows, round_rows
 from megatron_async.ops.linear.scaled_products import SCALED
 from megatron_async.ops.linear.streamed import (
+    HALVES_OF_FP8,
+    MOST_PIECES,
+    STRIPS_OF_FP8,
     StreamedPlan,
+    chunks_per_share,
+    warps_of,
 )
 from megatron_async.ops.linear.streamed_fp8 import (
     STREAMED_FP8,
@@ -25,6 +34,8 @@ from megatron_async.ops.linear.streamed_fp8 import (
 )
 from tests.unit_tests.ops.linear.gluon_emulator import EmulatedKernel
 from tests.unit_tests.ops.linear.test_products import BRAIN, assert_close, random
+from tests.unit_tests.ops.linear.test_resident_kernel import HOPPER, TOOLS, spilled_bytes
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 FORMS = {
     "blocks": Form("FP8", BLOCK, BLOCK, rounds_rows=True),
@@ -141,6 +152,43 @@ def test_a_scale_of_the_file_for_all_rows(emulated):
     found = streamed_fp8_product(x, weight, None, "", plan)
     assert_close(found, expected_product(x, weight), BRAIN)
     assert not torch.allclose(found.double(), x.double() @ weight.values().double().T, rtol=0.05)
+
+
+def compiled(rows, outputs, k, activation, split, form):
+    plan, (scale_rows, inputs) = plan_of(rows, outputs, k, activation, split), FORMS[form][1:3]
+    chunks, gated = chunks_per_share(k, plan, 128), activation == "swiglu"
+    constants = {"chunks": chunks, "pieces": plan.pieces, "ring": min(plan.ring, chunks)}
+    constants |= {"rounds": False, "gated": gated, "squared": False, "has_bias": False}
+    constants |= {"overlap": True, "blocks": k // BLOCK, "one_block": inputs > 0}
+    constants |= {"scale_rows": scale_rows if inputs else 0}
+    sizes = sorted(set(plan.pieces), reverse=True)
+    sizes += sizes[-1:] * (MOST_PIECES - len(sizes))
+    blocks = [([plan.strips, plan.block_m, 128], STRIPS_OF_FP8)]
+    blocks += [([plan.strips, 2 if gated else 1, size, 128], HALVES_OF_FP8) for size in sizes]
+    names = streamed.streamed_kernel.arg_names
+    types = {
+        name: f"tensordesc<fp8e4nv{block},{layout!r}>"
+        for name, (block, layout) in zip(names, blocks, strict=False)
+    }
+    types |= dict.fromkeys(("rows", "n", "scale_stride"), "i32")
+    types |= dict.fromkeys(("row_scales", "weight_scales"), "*fp32") | {"bias": "*fp8e4nv"}
+    signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
+    source = GluonASTSource(streamed.streamed_kernel, signature, constants, {})
+    options = {"num_warps": plan.warps or warps_of(plan.block_m), "launch_pdl": True}
+    return triton.compile(source, target=HOPPER, options=options), plan
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize(("rows", "weight", "form"), [(64, 2, "blocks"), (200, 1, "outputs")])
+def test_compiled(rows, weight, form, tmp_path):
+    """A product is waited for once: the compiler lets one run while the one before is promoted."""
+    kernel, plan = compiled(rows, *LLAMA[weight], form)
+    (tmp_path / "kernel.cubin").write_bytes(kernel.asm["cubin"])
+    command = [TOOLS / "nvdisasm", "-c", tmp_path / "kernel.cubin"]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert code.count("WARPGROUP.DEPBAR") == len(plan.pieces) * plan.strips
+    assert kernel.metadata.shared <= 227 * 1024
+    assert spilled_bytes(kernel.asm, tmp_path) == 0
 
 
 @pytest.mark.gpu
