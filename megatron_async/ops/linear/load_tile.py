@@ -7,8 +7,9 @@ another. The weight is the left operand, which alone may come from registers on 
 
 Numbers become 16-bit ones without a table, by their bits and one exact operation:
 
-- INT4 are the lowest bits of 128 (bfloat16) or 1024 (float16): what is too much, that and the zero,
-  is taken from the sums, as often as the inputs' sum says;
+- INT4 are the lowest bits of 128 (bfloat16) or 1024 (float16, less that). What is still too much,
+  the zero and 128, is taken from the sums, as often as the inputs' sum says: 1024 would cost them
+  10 of their 24 bits;
 - FP8 and FP4 are sign, exponent and mantissa of a number 2^120 or 2^126 times as small (2^8 or 2^14
   in float16), also of subnormal ones, times that.
 
@@ -193,12 +194,14 @@ def load_tile(
     Args:
         units: int16 `[.., n, u]`.
         scale, zero: `[.., n, u]` of dtype, the zero of INT4 alone, more by 128 or 1024; read if
-            `scaled`. Else INT4 numbers are more by the zero and that.
+            `scaled`. Else INT4 numbers are more by the zero, and by 128 in bfloat16.
     """
     if form.numbers == "INT4":
         numbers = _integers(units, part, dtype, in_pairs)
         if scaled:
             numbers = numbers - zero.to(numbers.dtype)
+        elif dtype == tl.float16:
+            numbers = numbers - tl.full((), 1024, tl.float32).to(numbers.dtype)
     else:
         bits: tl.constexpr = 8 if form.numbers == "FP8" else 4
         numbers = _floats(units, part, bits, dtype, in_pairs)
@@ -361,7 +364,7 @@ def kept_sums(
             numbers = load_tile(w, factor, zero, part, form, scaled, dtype, in_pairs)
             product = tl.dot(numbers, some, product)
             if form.numbers == "INT4" and not scaled:
-                added = tl.dot(tl.full(numbers.shape, 1.0, dtype), some, added)
+                added = tl.dot(tl.full(numbers.shape, 1.0, tl.float32).to(dtype), some, added)
             if gated:
                 numbers = load_tile(u, ups, up_zero, part, form, scaled, dtype, in_pairs)
                 up_product = tl.dot(numbers, some, up_product)
@@ -402,10 +405,10 @@ def _of_step(
     scaled: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Scales, and zeros more by 128 or 1024, of a step: as `load_tile` reads them if `scaled`; else
-    zeros as they are subtracted from sums."""
-    base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
+    """Scales and zeros of a step: as `load_tile` reads them if `scaled`; else zeros as they are
+    subtracted from sums."""
     per: tl.constexpr = 2 if form.numbers == "FP8" else 4
+    base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else (1024.0 if scaled else 0.0)
     factor, zero = own, base + 8
     if scaled:
         found = _numbers_of_groups(scales, own, begin, k, inputs, block_k, shares)

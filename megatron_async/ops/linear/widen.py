@@ -98,7 +98,7 @@ def widen_kernel(
     own = (matrix * scale_rows + tl.minimum(line, n - 1) // form.rows) * groups
     place = own[:, None] + (tl.minimum(begin + unit * per, k - 1) // inputs)[None, :]
     scale = stored_scale(tl.load(scales + place))
-    more = 128.0 if dtype == tl.bfloat16 else 1024.0
+    more = 128.0 if dtype == tl.bfloat16 else 0.0
     if form.has_zeros:
         more += tl.load(zeros + place).to(tl.float32)
     else:
