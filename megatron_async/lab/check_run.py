@@ -203,8 +203,9 @@ def _ids(prompt: str, tokenizer: Any) -> list[int]:
 def _judge(llm: LLM) -> Judge:
     """What an engine promises, and the rounding of its dtype."""
     config, dtype, mode = llm.engine.context.config, llm.dtype, "fast"
-    if config.quantization is not None:
-        dtype = torch.bfloat16  # activations of 8 bits round no better
+    if config.quantization is not None or config.has_fp8_cache:
+        # Activations of 8 bits round no better; a last bit can become a step of e4m3 in the cache.
+        dtype = torch.bfloat16
     elif dtype == torch.float32:
         mode = "float32"
     if config.batch_invariant_mode:

@@ -272,3 +272,13 @@ def test_what_cannot_be_checked_is_said(
     monkeypatch.setattr(LLM, "__init__", None)  # none is made
     assert check("tiny", *arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_cache_in_fp8_is_judged_by_coarser_rounding() -> None:
+    """A last bit of float32 can become a step of e4m3."""
+    modes = {}
+    for dtype in ("fp8", "model"):
+        with LLM("dummy:tiny", device="cpu", kv_cache_dtype=dtype) as llm:
+            judge = check_run._judge(llm)
+            modes[dtype] = judge.mode, judge.dtype
+    assert modes == {"fp8": ("fast", torch.bfloat16), "model": ("float32", torch.float32)}
