@@ -75,6 +75,9 @@ class TilePlan:
     """Shares of a step of `block_k * shares` inputs: of a weight that is kept in fewer bits."""
 
 
+MAX_KEPT_ROWS = 128
+"""Most rows of a product by a weight that is kept in fewer bits: to widen it first moves 9 times
+the bytes of 4-bit numbers. Not measured."""
 LEAST_KEPT_SHARE = 512
 """Least inputs of a share of a weight that is kept in fewer bits."""
 KEPT_PROGRAMS = 264
@@ -145,19 +148,19 @@ def _kept_plan(problem: Problem, form: Form) -> TilePlan | None:
 
     Of up to 16 rows each warp takes all outputs of a program and a share of each step's inputs,
     both operands from registers: as many warps wait for memory as it needs, however few programs
-    there are. Of more rows four warps are a warpgroup.
+    there are. Of more rows four warps are a warpgroup, and more than `MAX_ROWS` are blocks.
     """
     rows, outputs, k, gated = problem.rows, problem.outputs, problem.k, problem.gated
-    if rows > MAX_ROWS or problem.invariant or form.rounds_rows or not problem.aligned:
+    if rows > MAX_KEPT_ROWS or problem.invariant or form.rounds_rows or not problem.aligned:
         return None
     if not may_be_loaded(form, problem.dtype):
         return None
-    block_m, block_k = max(8, triton.next_power_of_2(rows)), step_of(form)
+    block_m, block_k = min(max(8, triton.next_power_of_2(rows)), MAX_ROWS), step_of(form)
     few = block_m <= 16
     block_n = 32 if few else 64
     programs = triton.cdiv(outputs, block_n)
     splits, shares = 1, 1
-    if problem.split:
+    if problem.split and rows <= MAX_ROWS:
         splits = max(1, min(4, k // LEAST_KEPT_SHARE, KEPT_PROGRAMS // programs))
     if few:
         shares = min(4, triton.next_power_of_2(triton.cdiv(k, splits * block_k)))

@@ -139,7 +139,8 @@ def test_plans_of_forms():
     assert kernel(form, 1, split=True).plan.splits > 1
     assert kernel(form, 1, split=True, bias=True).plan.splits == 1
     assert kernel(form, 5, activation="swiglu").met.activation
-    assert kernel(form, 65).kernel is WIDENED
+    assert kernel(form, 65, split=True).plan == kernel(form, 64).plan
+    assert kernel(form, 129).kernel is WIDENED
     assert kernel(form, 1, torch.float32).kernel is WIDENED
     assert kernel(form._replace(inputs=96), 1).kernel is WIDENED
     assert kernel(Form("FP8", rounds_rows=True), 1).kernel is not TILE
@@ -161,10 +162,10 @@ def test_rows_that_are_not_whole_words_are_refused():
 def test_products_by_the_rule(device):
     """Products as layers ask for them: with a bias, without one, beyond the rows of the kernel."""
     weight = kept_weight("INT4", 96, 256, device=device)
-    for rows in (1, 9, 70):
+    for rows in (1, 9, 70, 130):
         x = random(rows, 256, dtype=HALF, device=device)
         choice = choose(WeightShape(96, 256, HALF, form=weight.form), Wants(rows))
-        if rows > 64 and device == "cpu":
+        if rows > 128 and device == "cpu":
             continue  # PyTorch's product of the CPU adds up otherwise
         assert_close(
             product_gpu(x, weight, None, choice), expected_product(x, weight.values()), HALF
