@@ -206,9 +206,7 @@ def format_info(info: ModelInfo) -> str:
         "parameters": f"{info.parameters:,}"
         + (f", of which a token meets {a.num_active_parameters:,}" if a.num_moe_experts else ""),
         **_quantised_rows(info.quantised),
-        f"weights, {'kept as blocks' if info.keeps_blocks else info.dtype}": _size(
-            info.weight_bytes
-        ),
+        _weights_row(info): _size(info.weight_bytes),
         _cache_row(info): f"{_size(info.kv_bytes_per_token)} a token, "
         f"{_size(info.kv_bytes_per_block)} a block of {info.block_size_tokens}",
         **_mtp_rows(a, info),
@@ -226,6 +224,13 @@ def format_info(info: ModelInfo) -> str:
 
 def _cache_row(info: ModelInfo) -> str:
     return "KV cache, fp8" if info.kv_cache_dtype == "fp8" else "KV cache"
+
+
+def _weights_row(info: ModelInfo) -> str:
+    if info.keeps_blocks:
+        return "weights, kept as blocks"
+    whole = info.parameters * parse_dtype(info.dtype).itemsize
+    return f"weights, {info.dtype}" + (" or as in the files" if info.weight_bytes < whole else "")
 
 
 def _quantised_rows(found: QuantisedFolder | None) -> dict[str, str]:

@@ -16,6 +16,7 @@ from megatron_async import LLM, InferenceConfig, SamplingParams
 from megatron_async.checkpoints import load_model, open_model
 from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.draft_layer import save_draft_layer
+from megatron_async.checkpoints.info import format_info, model_info, model_program
 from megatron_async.checkpoints.kernel_program import program_of
 from megatron_async.checkpoints.mapping import Shard, mtp_weights
 from megatron_async.checkpoints.quantised_model import Kept
@@ -171,9 +172,19 @@ def test_settings_that_are_not_possible_are_refused(keeps, monkeypatch, tmp_path
 
 
 def test_kernels_are_compiled_for_the_same_layouts(tmp_path: Path) -> None:
-    """By the names of one rank of two, for products of FP8 by FP8 where a GPU has them."""
+    """By the names of one rank of two, for products of FP8 by FP8 where a GPU has them; and
+    `info` tells of them."""
     convert(DENSE, tmp_path / "plain", to="huggingface", dtype="float32")
     source = open_model(quantised_folder(tmp_path / "plain", tmp_path / "m", "fp8 blocks"))
+    info = model_info(source, device="cuda", dtype="bfloat16", memory_gb=1)
+    assert info.weight_bytes == Kept.on("cuda", {}, source, capability=(8, 0)).num_bytes(
+        torch.bfloat16
+    )
+    assert info.weight_bytes < 0.6 * 2 * info.parameters
+    assert "weights, bfloat16 or as in the files" in format_info(info)
+    assert "as in the files" not in format_info(model_info(tmp_path / "plain", memory_gb=1))
+    program = "\n".join(model_program(source, 2, 2, major=9))
+    assert program.count("qkv (streamed, FP8)") == 2
     for capability, rounds in (((9, 0), True), ((8, 0), False)):
         kept = Kept.on("cuda", {}, source, capability=capability)
         config = InferenceConfig(device="cpu")
