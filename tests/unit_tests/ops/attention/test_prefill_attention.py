@@ -150,30 +150,35 @@ def test_warpgroups_have_the_bits_of_other_rows(
     chunks, block_size, kv_heads, group, dim, query_scale, device, matrix_units, warpgroups
 ):
     """In parts of one length. Break it: `shrink` or the sums of a part kept over its border."""
-    part, tokens = 256, 20 + sum(query for query, _ in chunks)
-    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    tokens = 20 + sum(query for query, _ in chunks)
     longest = max(kv for _, kv in chunks)
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
     batch = PrefillBatch(
         tokens, len(chunks) + 1, longest, block_size, kv_heads, group, dim, dtype, device
     )
     batch.refill(chunks, query_scale, first=9)
-    rows, found = batch.rows(), {}
-    sizes = kv_heads * group, dim, block_size, dtype, batch.query.device
+    check_same_bits(batch)
+
+
+def check_same_bits(batch, part=256):
+    """Triton's kernel and the warpgroups' on the rows of a batch, as a captured step has them."""
+    rows, found, caches = batch.rows(), [], (batch.keys, batch.values)
+    tokens, heads, dim = batch.query.shape
+    sizes = heads, dim, batch.block_size, batch.query.dtype, batch.query.device
     for launch, tile in (
         (paged_prefill_attention, tile_of(tokens, *sizes, in_parts=True)),
-        (warpgroup_prefill_attention, warpgroup_tile_of(dim, block_size, 4096, in_parts=True)),
+        (warpgroup_prefill_attention, warpgroup_tile_of(dim, batch.block_size, in_parts=True)),
     ):
         schedule = batch.schedule(0, tile)
         batch.plan(schedule, rows, tile)
-        batch.out.fill_(float("nan"))
+        out = torch.full_like(batch.query, float("nan"))
         launch(
-            batch.query, batch.keys, batch.values, rows.block_tables, schedule, tile, batch.scale,
-            batch.out, part=part,
-        )  # fmt: skip
+            batch.query, *caches, rows.block_tables, schedule, tile, batch.scale, out, part=part
+        )
+        batch.out.copy_(out)
         batch.check()
-        found[launch] = batch.out[9 : batch.tokens].clone()
-    one, other = found.values()
-    assert torch.equal(one, other)
+        found.append(out[batch.first : batch.tokens])
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("change", [{"first_key": 1}, {"part": 96}])
@@ -275,6 +280,18 @@ class TestOnGpu:
             filled = batch.refill(random_chunks(rng, 6, 700, 1500))
             batch.attend(batch.rows(filled if number % 2 else ()))
             batch.check()
+
+    @pytest.mark.parametrize(
+        ("kv_heads", "group", "dim", "block_size"),
+        [(3, 3, 64, 256), (8, 4, 128, 256), (2, 8, 128, 64), (3, 5, 64, 64)],
+    )
+    def test_warpgroups_in_parts_of_random_batches(self, kv_heads, group, dim, block_size):
+        rng = random.Random(dim + block_size)
+        dtype = torch.bfloat16 if block_size == 256 else torch.float16
+        batch = PrefillBatch(700, 6, 4000, block_size, kv_heads, group, dim, dtype, "cuda")
+        for number in range(40):
+            batch.refill(random_chunks(rng, 6, 700, 4000), query_scale=1.0 + number % 4)
+            check_same_bits(batch)
 
     def test_graph_replays_with_other_rows(self):
         rng = random.Random(0)
