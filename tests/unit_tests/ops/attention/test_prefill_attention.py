@@ -172,9 +172,7 @@ def check_same_bits(batch, part=256):
         schedule = batch.schedule(0, tile)
         batch.plan(schedule, rows, tile)
         out = torch.full_like(batch.query, float("nan"))
-        launch(
-            batch.query, *caches, rows.block_tables, schedule, tile, batch.scale, out, part=part
-        )
+        launch(batch.query, *caches, rows.block_tables, schedule, tile, batch.scale, out, part=part)
         batch.out.copy_(out)
         batch.check()
         found.append(out[batch.first : batch.tokens])
