@@ -62,8 +62,8 @@ class InferenceConfig:
     kv_cache_dtype: str = "auto"
     """Precision of keys and values in the cache: fp8, model (the dtype of the weights) or auto.
     "fp8" (e4m3; "fp8_e4m3" is the same) takes half the memory of 16 bits, and rounds what attention
-    reads (docs/models.md). Scales are those of the model's files, else 1. "auto": fp8 where the
-    files of an `LLM`'s model say so, else "model"."""
+    reads (docs/quantization.md). Scales are those of the model's files, else 1. "auto": fp8 where
+    the files of an `LLM`'s model say so, else "model"."""
 
     paused_buffer_size_gb: float | None = None
     """Most of the KV pool, in GiB, that paused requests may hold. Beyond it the paused request that

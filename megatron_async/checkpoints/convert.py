@@ -87,6 +87,11 @@ def convert(
                     "%s: is quantised already (%s): its weights are rounded once more. Take the "
                     "model in 16 bits if you have it.", source.name, told,
                 )  # fmt: skip
+    if source.has_fp8_cache:
+        logger.warning(
+            "%s: asks for keys and values in fp8, and the target will not: scales of keys and "
+            "values are not written.", source.name,
+        )  # fmt: skip
     model = build_model(architecture, dtype, torch.device("cpu"), with_mtp=with_mtp)
     source.load_weights(model, progress, with_scales=False)
     with _whole_folder(target) as folder:

@@ -134,7 +134,7 @@ def test_auto_follows_the_files(
     assert cache_dtype("auto", open_model(other)) == "model"
     found = open_model(other).quantised
     assert found is not None
-    assert "keys and values (not described, 1 scales in the files): served in 16" in str(found)
+    assert "keys and values (not described, 1 scales in the files): served in the" in str(found)
 
 
 def test_info_counts_the_bytes(plain: Path, tmp_path: Path) -> None:
@@ -148,3 +148,14 @@ def test_info_counts_the_bytes(plain: Path, tmp_path: Path) -> None:
     assert of_file.kv_tokens > 1.8 * wide.kv_tokens
     assert "KV cache, fp8" in format_info(of_file)
     assert "fp8 " not in format_info(wide).split("KV cache")[1][:5]
+
+
+def test_convert_tells_that_scales_are_left_out(
+    plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    narrow = with_scales(plain, tmp_path / "m", {LAYERS[0] + "kv_scale": torch.tensor(0.5)})
+    convert(plain, tmp_path / "silent", to="huggingface")
+    assert "not written" not in caplog.text
+    convert(narrow, tmp_path / "told", to="huggingface")
+    assert "scales of keys and values are not written" in caplog.text
+    assert cache_dtype("auto", open_model(tmp_path / "told")) == "model"
