@@ -166,7 +166,8 @@ class LLM:
         has_blocks, free = kept_bytes is not None, self._device.free_memory()
         if kept.quantization is not None:
             kept_bytes = kept.num_bytes(self.dtype)
-        check_weights_fit(source.architecture, self.dtype, sizes, free, kept_bytes)
+        is_quantised = source.quantised is not None
+        check_weights_fit(source.architecture, self.dtype, sizes, free, kept_bytes, is_quantised)
         kernels: KernelStart | None = None
         if self._device.torch_device.type == "cpu":
             compile_missing(progress)

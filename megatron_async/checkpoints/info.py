@@ -106,6 +106,7 @@ def model_info(
     block_size_tokens: int = 256,
     memory_gb: float | None = None,
     kv_cache_dtype: str = "auto",
+    quantization: str | None = None,
 ) -> ModelInfo:
     """Describe a model from its configuration.
 
@@ -117,6 +118,7 @@ def model_info(
         memory_gb: plan for a device with so many GiB free (it need not be here); None: ask the
             device.
         kv_cache_dtype: "fp8", "model" (as the weights) or "auto" (what the model's files say).
+        quantization: as `InferenceConfig` has it.
 
     Raises:
         CheckpointError: see `open_model`; a size that is not positive.
@@ -132,10 +134,13 @@ def model_info(
     resolved = parse_dtype(dtype or ("float32" if device.startswith("cpu") else "bfloat16"))
     free = _free_memory(device) if memory_gb is None else int(memory_gb * GIB)
     architecture = source.architecture
-    total = settle_quantization({}, source, device, resolved)
+    settings, total = {"quantization": quantization}, None
+    kept = Kept.on(device, settings, source, capability=(0, 0))
+    if kept.quantization is None:
+        total = settle_quantization(settings, source, device, resolved)
     keeps_blocks = total is not None
     if total is None:
-        total = Kept.on(device, {}, source, capability=(0, 0)).num_bytes(resolved)
+        total = kept.num_bytes(resolved)
     cache = cache_dtype(kv_cache_dtype, source)
     itemsize = 1 if cache == "fp8" else resolved.itemsize
     per_token = architecture.kv_bytes_per_token(itemsize)
@@ -335,6 +340,7 @@ def model_program(
     major: int | None = None,
     gpu: str | None = None,
     is_invariant: bool = False,
+    quantization: str | None = None,
 ) -> list[str]:
     """Which kernels each layer of a model launches in a step: a line each, on one rank.
 
@@ -347,6 +353,7 @@ def model_program(
         major: compute capability of the GPU whose rules count; None: of the device.
         gpu: a word of its name, for choices by time that are known; None: the device's whole name.
         is_invariant: with `batch_invariant_mode`.
+        quantization: "file" or "fp8", as `InferenceConfig` has it.
 
     Raises:
         ConfigurationError: fewer tokens than rows, or none; a device that is unknown or not there;
@@ -367,7 +374,8 @@ def model_program(
             major, gpu = torch.cuda.get_device_capability(here)[0], torch.cuda.get_device_name(here)
     source = source if isinstance(source, ModelSource) else open_model(source)
     resolved = parse_dtype(dtype or ("bfloat16" if major else "float32"))
-    kept = Kept.on("cuda" if major else "cpu", {}, source, capability=(major, 0))
+    settings = {"quantization": quantization}
+    kept = Kept.on("cuda" if major else "cpu", settings, source, capability=(major, 0))
     nowhere = torch.device("meta")
     model = build_model(source.architecture, resolved, nowhere, layouts=kept.of_model)
     prompt = ((tokens - rows, tokens - rows),) if tokens > rows else ()
@@ -429,10 +437,12 @@ def check_weights_fit(
     sizes: ParallelSizes,
     free: int,
     kept_bytes: int | None = None,
+    is_quantised: bool = False,
 ) -> None:
     """Check that a rank's share of the weights fits into `free` bytes. Experts count as if all
     ranks of a job shared all weights evenly, so a model that passes may still be too large.
-    `kept_bytes`: of all weights, where some are not in the dtype.
+    `kept_bytes`: of all weights, where some are not in the dtype; `is_quantised`: the files hold
+    quantised weights, which are decoded.
 
     Raises:
         OutOfMemoryError: they do not fit; the message has the figures and what helps.
@@ -449,6 +459,8 @@ def check_weights_fit(
     half = ""
     if needed == in_dtype // ranks and dtype.itemsize > 2 and needed // 2 <= free:
         half = f" In bfloat16 (dtype='bfloat16') they take {needed / 2 / GIB:.3g} GiB."
+    if is_quantised and kept_bytes is None:
+        half += " quantization='file' keeps them on a GPU as the files have them."
     raise OutOfMemoryError(
         f"{share} take {needed / GIB:.3g} GiB in {name}, and {free / GIB:.3g} GiB of memory are "
         f"free.{half} Split the model over more ranks (tensor_model_parallel_size), or take a "

@@ -53,9 +53,9 @@ def settle_quantization(
     )
     if asked == FILE and not can:
         raise ConfigurationError(
-            f"quantization={FILE!r} keeps the blocks of a quantised GGUF file, on an x86 CPU with "
-            "AVX2 where Numba is installed, in float32, on one rank and without enable_sleep_mode: "
-            "leave it out."
+            f"quantization={FILE!r} keeps weights of a quantised folder on a GPU, and the blocks "
+            "of a quantised GGUF file on an x86 CPU with AVX2 where Numba is installed, in "
+            "float32, on one rank and without enable_sleep_mode: leave it out."
         )
     if can and asked is None:
         settings["quantization"] = FILE

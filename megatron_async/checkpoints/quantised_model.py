@@ -28,7 +28,7 @@ def keeps_on(device: str) -> bool:
 def chosen_quantization(
     asked: str | None, source: ModelSource, device: str, transformer_impl: str = "local"
 ) -> str | None:
-    """The value of `quantization` where none was asked for: a GPU keeps weights as they are.
+    """The value of `quantization`, if it is possible; None: weights are decoded.
 
     Raises:
         ConfigurationError: "file" or "fp8" was asked for, and is not possible.
@@ -51,8 +51,6 @@ def chosen_quantization(
             f"quantization={asked!r} keeps weights that a Hugging Face folder holds quantised, with"
             f" transformer_impl='local'; {source.name} holds {formats}: leave it out."
         )
-    if asked is None and is_found and transformer_impl == "local":
-        return FILE
     return asked
 
 

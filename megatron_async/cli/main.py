@@ -133,6 +133,8 @@ OUTPUT: Rows = (
 INFO: Rows = (
     ("--kv-cache-dtype", CACHE_DTYPES, None, None,
      "precision of keys and values in the cache (default: what the model's files say)"),
+    ("--quantization", ("file", "fp8", "none"), None, None,
+     "weights of an engine with this setting (default: as an engine has them)"),
     ("--memory-gb", float, "GB", None, "plan for this much memory, not for what is"),
     ("--program", bool, None, False,
      "the kernels that each layer launches in a step, and the choices by time that\n"
@@ -328,6 +330,7 @@ def run_info(arguments: argparse.Namespace) -> int:
             major,
             arguments.gpu,
             arguments.batch_invariant_mode,
+            arguments.quantization,
         )
         if arguments.json:
             print_json({"program": lines})
@@ -340,6 +343,7 @@ def run_info(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         memory_gb=arguments.memory_gb,
         kv_cache_dtype=arguments.kv_cache_dtype or "auto",
+        quantization=arguments.quantization,
     )
     if arguments.json:
         print_json({**asdict(info), "fits": info.fits, "kv_tokens": info.kv_tokens})

@@ -31,7 +31,8 @@ def said(folder: str, ranks: int) -> tuple[Any, int]:
     weights. A CPU keeps here what a GPU does."""
     kept, quantised_model.keeps_on = quantised_model.keeps_on, lambda _device: True
     try:
-        with LLM(folder, device="cpu", tensor_model_parallel_size=ranks, max_requests=2) as llm:
+        settings = {"device": "cpu", "quantization": "file", "max_requests": 2}
+        with LLM(folder, tensor_model_parallel_size=ranks, **settings) as llm:
             requests = llm.generate([[5, 9, 17], list(range(30, 50))], GREEDY)
             model = llm.engine.controller.inference_wrapped_model.model
             size = sum(weight.codes.nbytes for _, weight in quantised_weights(model))
@@ -46,7 +47,7 @@ def test_two_ranks_say_what_one_says(name: str, tmp_path: Path) -> None:
     folder = str(quantised_folder(tmp_path / "plain", tmp_path / "m", KINDS[name]))
     expected, whole = said(folder, 1)
     (found, half), (_, other) = run_ranks(2, said, folder, 2)
-    assert half == other == whole // 2
+    assert half == other == whole // 2 > 0
     for (tokens, log_probs), (theirs, expected_log_probs) in zip(found, expected, strict=True):
         assert tokens == theirs
         torch.testing.assert_close(

@@ -187,7 +187,7 @@ def test_other_models_are_as_before(make_gguf, family_folder) -> None:
 def _check_as_before(model: Path, **settings: Any) -> None:
     with LLM(str(model), device="cpu", **settings) as llm:
         assert llm.engine.context.config.quantization is None
-    with pytest.raises(ConfigurationError, match="keeps the blocks of a quantised GGUF file"):
+    with pytest.raises(ConfigurationError, match="the blocks of a quantised GGUF file"):
         LLM(str(model), device="cpu", quantization="file", **settings)
 
 

@@ -295,6 +295,8 @@ def test_figures_and_remedy() -> None:
 
 
 def test_what_fits_passes() -> None:
+    with pytest.raises(OutOfMemoryError, match="quantization='file' keeps them on a GPU"):
+        check_weights_fit(LLAMA_8B, torch.bfloat16, ALONE, 10 * GIB, is_quantised=True)
     check_weights_fit(LLAMA_8B, torch.bfloat16, ALONE, 15 * GIB)
     check_weights_fit(LLAMA_8B, torch.float32, ParallelSizes(2), 15 * GIB)
     with pytest.raises(OutOfMemoryError, match=r"a rank's share of the weights \(1 of 2\)"):

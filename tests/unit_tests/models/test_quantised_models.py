@@ -77,11 +77,12 @@ def assert_same(found: Any, expected: Any) -> None:
 def test_a_dense_model_says_what_the_decoded_one_says(kind: str, keeps, tmp_path: Path) -> None:
     convert(DENSE, tmp_path / "plain", to="huggingface", dtype="float32")
     folder = quantised_folder(tmp_path / "plain", tmp_path / "m", kind)
-    found, names = generated(folder)
+    found, names = generated(folder, quantization="file")
     assert len(names) == 8
-    decoded, none = generated(folder, quantization="none")
-    assert not none
-    assert_same(found, decoded)
+    for quantization in (None, "none"):
+        decoded, none = generated(folder, quantization=quantization)
+        assert not none
+        assert_same(found, decoded)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,8 @@ def test_experts_hybrids_and_drafts(name: str, kind: str, keeps, tmp_path: Path)
     """With layers of multi-token prediction, whose weights are kept too."""
     write_folder(name, tmp_path / "plain")
     folder = quantised_folder(tmp_path / "plain", tmp_path / "m", kind)
-    found, names = generated(folder, speculative_method="mtp", num_speculative_tokens=1)
+    drafts = {"speculative_method": "mtp", "num_speculative_tokens": 1}
+    found, names = generated(folder, quantization="file", **drafts)
     assert any(name.startswith("mtp.") for name in names)
     assert any(".experts." in name for name in names)
     decoded, none = generated(folder, quantization="none")
@@ -166,6 +168,8 @@ def test_settings_that_are_not_possible_are_refused(keeps, monkeypatch, tmp_path
     monkeypatch.undo()
     with pytest.raises(ConfigurationError, match="'fp8' is for GPUs"):
         LLM(TINY, device="cpu", quantization="fp8")
+    with pytest.raises(ConfigurationError, match="of a quantised folder on a GPU"):
+        LLM(str(folder), device="cpu", quantization="file")
     found, names = generated(folder)
     assert not names
     assert len(found) == 2
@@ -176,17 +180,18 @@ def test_kernels_are_compiled_for_the_same_layouts(tmp_path: Path) -> None:
     `info` tells of them."""
     convert(DENSE, tmp_path / "plain", to="huggingface", dtype="float32")
     source = open_model(quantised_folder(tmp_path / "plain", tmp_path / "m", "fp8 blocks"))
-    info = model_info(source, device="cuda", dtype="bfloat16", memory_gb=1)
-    assert info.weight_bytes == Kept.on("cuda", {}, source, capability=(8, 0)).num_bytes(
+    kept_as = {"quantization": "file"}
+    info = model_info(source, device="cuda", dtype="bfloat16", memory_gb=1, **kept_as)
+    assert info.weight_bytes == Kept.on("cuda", kept_as, source, capability=(8, 0)).num_bytes(
         torch.bfloat16
     )
     assert info.weight_bytes < 0.6 * 2 * info.parameters
     assert "weights, bfloat16 or as in the files" in format_info(info)
     assert "as in the files" not in format_info(model_info(tmp_path / "plain", memory_gb=1))
-    program = "\n".join(model_program(source, 2, 2, major=9))
+    program = "\n".join(model_program(source, 2, 2, major=9, **kept_as))
     assert program.count("qkv (streamed, FP8)") == 2
     for capability, rounds in (((9, 0), True), ((8, 0), False)):
-        kept = Kept.on("cuda", {}, source, capability=capability)
+        kept = Kept.on("cuda", kept_as, source, capability=capability)
         config = InferenceConfig(device="cpu")
         part = part_of_rank(source.architecture, ParallelSizes(2))
         shard = Shard(1, 2)
@@ -242,7 +247,8 @@ def test_updates_that_cannot_be_rounded_are_refused(keeps, tmp_path: Path) -> No
     convert(DENSE, tmp_path / "plain", to="huggingface", dtype="float32")
     folder = quantised_folder(tmp_path / "plain", tmp_path / "m", "awq")
     message = r"kept as INT4, .* not rounded: .*'none'"
-    with LLM(str(folder), device="cpu") as llm, pytest.raises(UpdateError, match=message):
+    file = {"device": "cpu", "quantization": "file"}
+    with LLM(str(folder), **file) as llm, pytest.raises(UpdateError, match=message):
         llm.update_weights([], 1)
 
 
@@ -258,13 +264,17 @@ def test_a_draft_layer_of_its_own_leaves_the_folder_quantised(keeps: None, tmp_p
     source = open_model(str(folder), file)
     with pytest.raises(ConfigurationError, match="holds FP8"):
         Kept.on("cpu", {"quantization": "fp8"}, source)
-    kept = Kept.on("cpu", {}, source)
+    kept = Kept.on("cpu", {"quantization": "file"}, source)
     assert kept.quantization == "file"
     model = build_model(
         source.architecture, torch.bfloat16, CPU, with_mtp=True, layouts=kept.of_model
     )
     source.load_weights(model)
-    alone = dict(quantised_weights(built(Kept.on("cpu", {}, open_model(folder)), folder)))
+    alone = dict(
+        quantised_weights(
+            built(Kept.on("cpu", {"quantization": "file"}, open_model(folder)), folder)
+        )
+    )
     found = dict(quantised_weights(model))
     assert found.keys() == alone.keys()
     for name, weight in found.items():
@@ -277,13 +287,13 @@ def test_a_gpu_keeps_a_folder_and_says_what_the_decoded_one_says(tmp_path: Path)
     convert(DENSE, tmp_path / "plain", to="huggingface", dtype="bfloat16")
     folder = quantised_folder(tmp_path / "plain", tmp_path / "m", "fp8 blocks")
     said = {}
-    for quantization in (None, "none"):
+    for quantization in ("file", "none"):
         with LLM(str(folder), device="cuda", quantization=quantization) as llm:
             model = llm.engine.controller.inference_wrapped_model.model
             kept = {weight.form.rounds_rows for _, weight in quantised_weights(model)}
-            assert kept == (set() if quantization else {True})
+            assert kept == ({True} if quantization == "file" else set())
             said[quantization] = llm.score([list(range(40))])[0].prompt_log_probs
-    found, expected = (torch.tensor(said[word][1:]) for word in (None, "none"))
+    found, expected = (torch.tensor(said[word][1:]) for word in ("file", "none"))
     torch.testing.assert_close(found, expected, rtol=0, atol=0.1)
     new = {n: t.flip(0) for n, t in load_file(tmp_path / "plain" / MODEL).items()}
     with LLM(str(tmp_path / "plain"), device="cuda", quantization="fp8") as llm:
