@@ -53,11 +53,10 @@ def load_cache_scales(
     for weight in wanted:
         if not weight.name.endswith(QKV):
             continue
-        attention: Any = model.get_submodule(weight.name.removesuffix(QKV))
         key = next((name for name in weight.parts if name.endswith("k_proj.weight")), None)
         if key is None:
             continue
-        prefix, heads = key.removesuffix("k_proj.weight"), attention.config.num_query_groups
+        prefix = key.removesuffix("k_proj.weight")
         found = [next((prefix + n for n in names if prefix + n in stored), None) for names in NAMES]
         there = [tensor(stored[name]) for name in found if name is not None]
         if not there:
@@ -67,6 +66,8 @@ def load_cache_scales(
                 f"{there[0].file.path}: tensor {there[0].name!r:.200} has no counterpart: scales "
                 f"are read of keys and of values; {REMEDY}"
             )
+        attention: Any = model.get_submodule(weight.name.removesuffix(QKV))
+        heads = attention.config.num_query_groups
         own = weight.shard.range_of(heads)
         keys, values = (_read(each, heads)[own.start : own.stop] for each in there)
         attention.cache_scales = scales_of(keys, values).to(next(model.parameters()).device)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_async import LLM, SamplingParams
+from megatron_async.models.linear import SharedLinear
 from megatron_async.ops.linear.cpu.eight_bit import ENGINE, EightBitWeight
 from tests.support.harness import random_prompts
 
@@ -25,8 +26,9 @@ def test_tokens_do_not_depend_on_the_schedule(model: str) -> None:
             prompts = random_prompts(3, LENGTHS, llm.engine.controller.vocab_size)
             params = SamplingParams(num_tokens_to_generate=12, temperature=0.0)
             found.append([list(r.generated_tokens) for r in llm.generate(prompts, params)])
-            linears = llm.engine.controller.inference_wrapped_model.model.modules()
-            packed = [m.packed_weight for m in linears if hasattr(m, "packed_weight")]
+            modules = llm.engine.controller.inference_wrapped_model.model.modules()
+            packed = [m.packed_weight for m in modules if isinstance(m, SharedLinear)]
+            assert packed
             assert all(isinstance(weight, EightBitWeight) for weight in packed)
     assert found[0] == found[1] == found[2]
 
