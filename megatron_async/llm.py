@@ -18,10 +18,10 @@ from tqdm import tqdm
 
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.info import check_weights_fit
-from megatron_async.checkpoints.kept_blocks import FILE, keep_blocks, settle_quantization
+from megatron_async.checkpoints.kept_blocks import keep_blocks, settle_quantization
 from megatron_async.checkpoints.kernel_program import program_of
 from megatron_async.checkpoints.mapping import Shard
-from megatron_async.checkpoints.quantised_model import Kept
+from megatron_async.checkpoints.quantised_model import FILE, Kept
 from megatron_async.checkpoints.registry import shipped_draft_layer
 from megatron_async.checkpoints.source import ModelSource, cache_dtype, parse_dtype
 from megatron_async.communication.bootstrap import join_job

@@ -13,15 +13,13 @@ from torch import nn
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.mapping import weights
+from megatron_async.checkpoints.quantised_model import FILE
 from megatron_async.checkpoints.source import ModelSource
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.cpu.compiler import multiplies_integers
 
 if TYPE_CHECKING:
     from megatron_async.models.parallel_state import ParallelSizes
-
-FILE = "file"
-"""Value of `InferenceConfig.quantization`: weights stay the file's, and rows have 16 bits."""
 
 
 def settle_quantization(

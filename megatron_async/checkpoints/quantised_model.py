@@ -15,7 +15,8 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.ops.linear.quantised_layout import Layout
 
 FILE, FP8 = "file", "fp8"
-"""Values of `InferenceConfig.quantization`: weights stay the files'; 16-bit ones are rounded."""
+"""Values of `InferenceConfig.quantization`: weights stay the files', on a CPU with rows of 16 bits;
+16-bit weights are rounded."""
 OF_FP8 = (8, 9)
 """Least compute capability of GPUs that multiply FP8 by FP8."""
 

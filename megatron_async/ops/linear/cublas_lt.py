@@ -120,6 +120,7 @@ def cublas_lt_product(
             out = torch.empty((x.size(0), given.outputs), dtype=x.dtype, device=x.device)
             if lt.multiply(x, weight, bias, out, algorithm):
                 return out
+            _tell_of_refusal(shape)
     return tile_product(x, weight, bias, activation, plan.tiles)
 
 
@@ -328,6 +329,14 @@ def _tell_of_capture(shape: Shape) -> None:
         "%s is captured before a product of it ran: our own, slower kernel stays in that graph.",
         shape,
     )
+
+
+@lru_cache
+def _tell_of_refusal(shape: Shape) -> None:
+    logger.warning(
+        "cuBLASLt refuses an algorithm that it has found for %s: our own, slower kernel multiplies "
+        "some rows.", shape,
+    )  # fmt: skip
 
 
 def find_algorithms(shape: Shape) -> dict[int, bytes]:

@@ -95,7 +95,7 @@ class Blocks(NamedTuple):
         return (found if self.offset is None else found - self.offset).flatten(-2)
 
     def groups(self) -> Groups:
-        """These numbers as `Groups`, of blocks `[outputs, blocks of a row, bytes]`."""
+        """Numbers of blocks as `Groups`; the blocks are `[outputs, blocks of a row, bytes]`."""
         codes, scale, zero, offset = self
         offsets = -zero * scale if offset is None else -offset
         scales, offsets = (each.flatten(1).unflatten(1, (-1, GROUP // codes.size(-1)))

@@ -183,6 +183,21 @@ def test_only_proven_algorithms_are_used(monkeypatch, caplog, device, matrix_uni
     assert "[8192] rows (2 of 3" in caplog.text
 
 
+def test_a_refused_algorithm_is_said_once(monkeypatch, caplog, device, matrix_units):
+    """Nothing else shows: our own kernel has the same bits."""
+    monkeypatch.setattr(cublas_lt, "_here", lambda x: Named({}))
+    monkeypatch.setattr(cublas_lt, "_algorithms_of", lambda shape: {80: b"does not fit"})
+    x = torch.randn(80, 64, device=device, dtype=HALF)
+    weight = torch.randn(32, 64, device=device, dtype=HALF)
+    plan = CublasLtPlan(80, LOW_TILES)
+    with caplog.at_level(logging.WARNING):
+        found = [cublas_lt_product(x, weight, None, "", plan) for _ in range(2)]
+    assert torch.equal(*found)
+    assert torch.equal(found[0], tile_product(x, weight, None, "", LOW_TILES))
+    assert caplog.text.count("refuses an algorithm") == 1
+    cublas_lt._tell_of_refusal.cache_clear()
+
+
 def test_a_captured_product_proves_nothing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(cublas_lt, "find_algorithms", lambda shape: pytest.fail("in a capture"))
