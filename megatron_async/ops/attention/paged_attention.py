@@ -4,6 +4,10 @@
 sequence, and masks. Every layer then gathers its keys and values and calls torch's
 scaled_dot_product_attention. The host knows all shapes from the plan, so it never waits for the
 device.
+
+A *window* is the number of keys that a query sees, its own included (Beltagy et al. 2020). A *sink*
+is a learned score of each head that takes part in the softmax and has no value (Xiao et al. 2023,
+gpt-oss). A *softcap* bounds scores: cap * tanh(score / cap) (Gemma 2).
 """
 
 from __future__ import annotations
@@ -45,6 +49,9 @@ class TorchPagedAttention:
         device: of the tensors.
         first_key: queries after this position do not see the keys before it, because these do not
             exist (a draft model's first entry is at 1).
+        window: keys that a query sees, its own and those before it; 0: all. Blocks that are wholly
+            before the first query's window are not read.
+        softcap: bound of the scaled scores; 0: none.
     """
 
     captures_prefill = False
@@ -56,10 +63,16 @@ class TorchPagedAttention:
     """Names of the chosen backends, by class of steps."""
 
     def __init__(
-        self, block_size: int, max_blocks: int, device: torch.device, first_key: int = 0
+        self,
+        block_size: int,
+        max_blocks: int,
+        device: torch.device,
+        first_key: int = 0,
+        window: int = 0,
+        softcap: float = 0.0,
     ) -> None:
         self._block_size = block_size
-        self._first_key = first_key
+        self._first_key, self._window, self._softcap = first_key, window, softcap
         positions = torch.arange(block_size * max_blocks, device=device)
         self._positions = positions
         self._block_of = positions // block_size
@@ -105,9 +118,16 @@ class TorchPagedAttention:
         # Rounded up, because torch's fused kernels want masks aligned; the mask hides the rest.
         length = -(-dims.max_decode_kv_length // MASK_ALIGNMENT) * MASK_ALIGNMENT
         length = min(length, len(self._positions))
-        blocks = block_tables.index_select(1, self._block_of[:length]).to(torch.int64)
-        index = blocks * self._block_size + self._offset_of[:length]
-        valid = self._positions[:length] < kv_lengths[:, None]
+        keys = self._positions[:length]
+        if self._window:
+            in_window = self._window + dims.width - 1
+            keys = keys[:in_window] + (kv_lengths[:, None] - in_window).clamp(min=0)
+            keys = keys.clamp(max=len(self._positions) - 1)
+            blocks = block_tables.gather(1, self._block_of[keys])
+        else:
+            blocks = block_tables.index_select(1, self._block_of[:length])
+        index = blocks.to(torch.int64) * self._block_size + self._offset_of[keys]
+        valid = keys < kv_lengths[:, None]
         # Masked positions read the row's first token instead of what a block's earlier owner left:
         # a weight of zero does not hide a NaN.
         self._decode_index = torch.where(valid, index, index[:, :1]).view(-1)
@@ -115,9 +135,10 @@ class TorchPagedAttention:
         if dims.width > 1:
             assert positions is not None
             last = positions[: dims.decode_tokens].view(dims.decode_rows, dims.width, 1)
-            self._decode_mask = self._sees(last, length)[:, None]
+            self._decode_mask = self._sees(last, keys.unsqueeze(-2))[:, None]
         elif self._first_key:
-            self._decode_mask = self._sees(kv_lengths[:, None, None] - 1, length)[:, None]
+            last = kv_lengths[:, None, None] - 1
+            self._decode_mask = self._sees(last, keys.unsqueeze(-2))[:, None]
 
     def _begin_prefill(self, dims: BatchDimensions, block_tables: Tensor) -> None:
         self._prefill = []
@@ -129,18 +150,20 @@ class TorchPagedAttention:
     def _begin_chunk(self, table: Tensor, start: int, query_length: int, kv_length: int) -> None:
         """Prepare for a prefill chunk whose first token is the step's `start`th; its block table is
         int32 `[blocks]`."""
-        blocks = table.index_select(0, self._block_of[:kv_length]).to(torch.int64)
-        kv_index = blocks * self._block_size + self._offset_of[:kv_length]
+        first = max(kv_length - query_length - self._window + 1, 0) if self._window else 0
+        blocks = table.index_select(0, self._block_of[first:kv_length]).to(torch.int64)
+        kv_index = blocks * self._block_size + self._offset_of[first:kv_length]
         mask = None
-        if query_length < kv_length or self._first_key:
+        if query_length < kv_length or self._first_key or 0 < self._window < kv_length:
             queries = self._positions[kv_length - query_length : kv_length, None]
-            mask = self._sees(queries, kv_length)[None]
+            mask = self._sees(queries, self._positions[first:kv_length])[None]
         self._prefill.append(_PrefillRow(start, start + query_length, kv_index, mask))
 
-    def _sees(self, queries: Tensor, length: int) -> Tensor:
-        """Which of the first `length` keys each query sees, bool, by the position of the query."""
-        keys = self._positions[:length]
+    def _sees(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Which keys each query sees, bool, by the positions of both."""
         seen = keys <= queries
+        if self._window:
+            seen &= keys > queries - self._window
         return seen & (keys >= queries.clamp(max=self._first_key)) if self._first_key else seen
 
     def attend(
@@ -150,6 +173,7 @@ class TorchPagedAttention:
         value_cache: Tensor,
         scale: float,
         scales: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of one layer.
 
@@ -159,6 +183,7 @@ class TorchPagedAttention:
                 values already in place.
             scale: softmax scale.
             scales: of caches in e4m3 (`narrow_cache.py`).
+            sinks: float32 `[heads]`, contiguous; None: there are none.
 
         Returns:
             `[tokens, heads, dim]`.
@@ -166,23 +191,51 @@ class TorchPagedAttention:
         output = torch.empty_like(query)
         if self._decode_tokens:
             tokens = slice(0, self._decode_tokens)
-            self._decode(query[tokens], key_cache, value_cache, scale, output[tokens], scales)
+            rows = query[tokens], key_cache, value_cache, scale, output[tokens]
+            self._decode(*rows, scales, sinks)
         for row in self._prefill:
             tokens = slice(row.start, row.end)
             keys, values = (
                 _gather(cache, row.kv_index, scales, of, query.dtype)
                 for of, cache in ((KEYS, key_cache), (VALUES, value_cache))
             )
-            output[tokens] = F.scaled_dot_product_attention(
+            output[tokens] = self._attention(
                 query[tokens].transpose(0, 1)[None],
                 keys.transpose(0, 1)[None],
                 values.transpose(0, 1)[None],
-                attn_mask=row.mask,
-                is_causal=row.mask is None,
-                scale=scale,
-                enable_gqa=True,
+                row.mask,
+                scale,
+                sinks,
             )[0].transpose(0, 1)
         return output
+
+    def _attention(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Query heads `[rows, heads, queries, dim]` and as many KV heads, or fewer that share them.
+        `mask`: None is plain causality; `sinks`: of each head, or of each of its queries."""
+        if sinks is None and not self._softcap:
+            return F.scaled_dot_product_attention(
+                query, keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            )
+        group, length = query.size(1) // keys.size(1), keys.size(2)
+        keys, values = (x.repeat_interleave(group, 1).to(torch.float32) for x in (keys, values))
+        scores = query.to(torch.float32) @ keys.mT * scale
+        if self._softcap:
+            scores = self._softcap * torch.tanh(scores / self._softcap)
+        if mask is None:
+            mask = self._sees(self._positions[:length, None], self._positions[:length])
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if sinks is not None:
+            column = sinks.view(query.size(1), -1, 1).expand(len(query), -1, scores.size(2), 1)
+            scores = torch.cat((scores, column), -1)
+        return (scores.softmax(-1)[..., :length] @ values).to(query.dtype)
 
     def _decode(
         self,
@@ -192,6 +245,7 @@ class TorchPagedAttention:
         scale: float,
         out: Tensor,
         scales: Tensor | None,
+        sinks: Tensor | None,
     ) -> None:
         """The query heads of a KV head, of all query tokens of a row, are its "sequence" (no
         causality but the mask's among them), so that each key and value is read once."""
@@ -206,13 +260,16 @@ class TorchPagedAttention:
             flat = _gather(cache, index, scales, of, query.dtype)
             return flat.view(rows, -1, kv_heads, dim).transpose(1, 2)
 
+        if sinks is not None:
+            sinks = sinks.view(kv_heads, group).repeat(1, width)
         by_head = query.view(rows, width, kv_heads, group, dim).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(
+        attended = self._attention(
             by_head.reshape(rows, kv_heads, width * group, dim),
             gather(key_cache, KEYS),
             gather(value_cache, VALUES),
-            attn_mask=mask,
-            scale=scale,
+            mask,
+            scale,
+            sinks,
         )
         by_token = attended.reshape(rows, kv_heads, width, group, dim).transpose(1, 2)
         out.copy_(by_token.reshape(tokens, heads, dim))

@@ -148,8 +148,9 @@ def _compile_attention() -> None:
         _ones(1, 1, 4),
     )  # fmt: skip
     attention_kernels.decode_attention(
-        _ones(1, 1, 4), cache, cache, table, 1, place, 1, 0, one, 0, 1, _ones(1, 1, 4)
-    )
+        _ones(1, 1, 4), cache, cache, table, 1, place, 1, 0, 0, one, one, _ones(1), 0, 1,
+        _ones(1, 1, 4),
+    )  # fmt: skip
 
 
 def _ones(*shape: int) -> Any:

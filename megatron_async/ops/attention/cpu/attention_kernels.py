@@ -72,20 +72,23 @@ def rope_append(
 @njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)
 def decode_attention(
     query: Any, keys: Any, values: Any, tables: Any, block_size: Any, positions: Any, width: Any,
-    first_key: Any, scale: Any, first_row: Any, end_row: Any, out: Any,
+    first_key: Any, window: Any, scale: Any, softcap: Any, sinks: Any, first_row: Any,
+    end_row: Any, out: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """Attention of decode rows `first_row` to `end_row`, each of `width` query tokens.
 
     query, out `[rows * width, heads, dim]`; keys, values `[places, kv heads, dim]`; tables `[rows,
     blocks]`; positions `[rows * width]`: a query sees the keys from min(its position, first_key) to
-    its position.
+    its position, and of these the last `window`, unless that is 0. `softcap` bounds scores, unless
+    it is 0. sinks `[heads]`, or empty.
     """
     heads, dim, kv_heads = query.shape[1], query.shape[2], keys.shape[1]
     group = heads // kv_heads
     most = np.int64(0)
     for token in range(first_row * width, end_row * width):
         most = max(most, positions[token])
-    scores = np.empty((heads, most + 1), dtype=np.float32)
+    room = most + 1 if window == 0 else min(most + 1, window + block_size)
+    scores = np.empty((heads, room), dtype=np.float32)
     key_bytes = 4 * kv_heads * dim
     keys_ahead = keys.ctypes.data + AHEAD * key_bytes
     values_ahead = values.ctypes.data + AHEAD * key_bytes
@@ -93,7 +96,10 @@ def decode_attention(
         for token in range(row * width, (row + 1) * width):
             length = positions[token] + 1
             begin = min(positions[token], first_key)
+            if window > 0:
+                begin = max(begin, length - window)
             first_block, end_block = begin // block_size, (length - 1) // block_size + 1
+            origin = first_block * block_size  # of the row's scores
             one, target = query[token], out[token]
             # All heads of a key before the next key: memory is read in its own order.
             for block in range(first_block, end_block):
@@ -107,15 +113,20 @@ def decode_attention(
                         first, second = keys[place + j, head], keys[place + j + 1, head]
                         third, fourth = keys[place + j + 2, head], keys[place + j + 3, head]
                         for h in range(head * group, (head + 1) * group):
-                            _dot4(one[h], first, second, third, fourth, scale, scores[h], j)
+                            _dot4(
+                                one[h], first, second, third, fourth, scale, scores[h], j - origin
+                            )
                     j += KEYS
                 while j < end:
                     for head in range(kv_heads):
                         for h in range(head * group, (head + 1) * group):
-                            scores[h, j] = _dot(one[h], keys[place + j, head]) * scale
+                            scores[h, j - origin] = _dot(one[h], keys[place + j, head]) * scale
                     j += 1
             for h in range(heads):
-                _softmax(scores[h], begin, length)
+                seen = scores[h, begin - origin : length - origin]
+                if softcap > 0:
+                    _cap(seen, softcap)
+                _softmax(seen, sinks, h)
                 for i in range(dim):
                     target[h, i] = np.float32(0.0)
             for block in range(first_block, end_block):
@@ -129,12 +140,14 @@ def decode_attention(
                         first, second = values[place + j, head], values[place + j + 1, head]
                         third, fourth = values[place + j + 2, head], values[place + j + 3, head]
                         for h in range(head * group, (head + 1) * group):
-                            _add4(target[h], first, second, third, fourth, scores[h], j)
+                            _add4(
+                                target[h], first, second, third, fourth, scores[h], j - origin
+                            )
                     j += KEYS
                 while j < end:
                     for head in range(kv_heads):
                         for h in range(head * group, (head + 1) * group):
-                            _add(target[h], values[place + j, head], scores[h, j])
+                            _add(target[h], values[place + j, head], scores[h, j - origin])
                     j += 1
 
 
@@ -180,12 +193,21 @@ def _add4(
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)
-def _softmax(scores: Any, begin: Any, end: Any) -> None:  # pragma: no cover - compiled
-    seen = scores[begin:end]
-    most = seen[0]
+def _cap(scores: Any, softcap: Any) -> None:  # pragma: no cover - compiled
+    double = np.float32(2.0) * softcap
+    share = np.float32(2.0) / softcap
+    for j in range(len(scores)):
+        # tanh by one exponential, whose error is some 1e-7 of the cap.
+        scores[j] = softcap - double / (exp(scores[j] * share) + np.float32(1.0))
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)
+def _softmax(seen: Any, sinks: Any, head: Any) -> None:  # pragma: no cover - compiled
+    has_sink = len(sinks) > 0
+    most = sinks[head] if has_sink else seen[0]
     for j in range(len(seen)):
         most = max(most, seen[j])
-    total = np.float32(0.0)
+    total = exp(sinks[head] - most) if has_sink else np.float32(0.0)
     for j in range(len(seen)):
         weight = exp(seen[j] - most)
         seen[j] = weight
@@ -206,7 +228,7 @@ def attention_addresses() -> tuple[int, int]:
             types.float32, number, number, three,
         ),
         address_of(
-            decode_attention, three, three, three, tables, number, longs, number, number,
-            types.float32, number, number, three,
+            decode_attention, three, three, three, tables, number, longs, number, number, number,
+            types.float32, types.float32, one, number, number, three,
         ),
     )  # fmt: skip

@@ -24,6 +24,7 @@ to 10 % more (docs/records/cpu_throughput.md, 2026-11-25)."""
 LONGEST_CHUNK = 128
 """Keys of a prefill chunk up to which its tokens are decode rows, of one token each. torch's
 product over all queries of a longer one takes less time than to read the keys for each."""
+NO_SINKS = np.empty(0, np.float32)
 
 
 def shares_of(lengths: np.ndarray, shares: int) -> list[int]:
@@ -70,8 +71,10 @@ class HostPagedAttention(TorchPagedAttention):
         device: torch.device,
         first_key: int = 0,
         takes_chunks: bool = False,
+        window: int = 0,
+        softcap: float = 0.0,
     ) -> None:
-        super().__init__(block_size, max_blocks, device, first_key)
+        super().__init__(block_size, max_blocks, device, first_key, window, softcap)
         self._takes_chunks = takes_chunks
 
     @override
@@ -125,8 +128,9 @@ class HostPagedAttention(TorchPagedAttention):
 
     @property
     def is_all_rows(self) -> bool:
-        """Whether no prefill chunk of the pass that runs is torch's."""
-        return not self._prefill
+        """Whether compiled layers, which know no windows and no softcap, serve the pass that runs:
+        no prefill chunk of it is torch's."""
+        return not self._prefill and not self._window and not self._softcap
 
     def all_rows(self) -> DecodeRows:
         """Decode rows, and tokens of short chunks, of the pass that runs."""
@@ -146,10 +150,11 @@ class HostPagedAttention(TorchPagedAttention):
         value_cache: Tensor,
         scale: float,
         scales: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        output = super().attend(query, key_cache, value_cache, scale, scales)
+        output = super().attend(query, key_cache, value_cache, scale, scales, sinks)
         for start, rows in self._short:
-            self._attend(rows, start, query, key_cache, value_cache, scale, output)
+            self._attend(rows, start, query, key_cache, value_cache, scale, output, sinks)
         return output
 
     @override
@@ -161,8 +166,9 @@ class HostPagedAttention(TorchPagedAttention):
         scale: float,
         out: Tensor,
         scales: Tensor | None,
+        sinks: Tensor | None,
     ) -> None:
-        self._attend(self._rows, 0, query, key_cache, value_cache, scale, out)
+        self._attend(self._rows, 0, query, key_cache, value_cache, scale, out, sinks)
 
     def _attend(
         self,
@@ -173,6 +179,7 @@ class HostPagedAttention(TorchPagedAttention):
         value_cache: Tensor,
         scale: float,
         out: Tensor,
+        sinks: Tensor | None,
     ) -> None:
         """Attention of these rows, whose first query token is `start`."""
         from megatron_async.ops.attention.cpu import attention_kernels
@@ -182,12 +189,13 @@ class HostPagedAttention(TorchPagedAttention):
         assert serves(query, key_cache, value_cache, out), "made for float32"
         arguments = (
             query.numpy(), key_cache.flatten(0, 1).numpy(), value_cache.flatten(0, 1).numpy(),
-            rows.tables, rows.block_size, rows.last, rows.width, rows.first_key,
-            np.float32(scale),
+            rows.tables, rows.block_size, rows.last, rows.width, rows.first_key, self._window,
+            np.float32(scale), np.float32(self._softcap),
+            NO_SINKS if sinks is None else sinks.detach().numpy(),
         )  # fmt: skip
         target = out.numpy()
         if start not in self._shares:  # once for a pass
-            self._shares[start] = _divided(rows, query[0].numel())
+            self._shares[start] = _divided(rows, query[0].numel(), self._window)
 
         def attend(first_row: int, end_row: int) -> None:
             attention_kernels.decode_attention(*arguments, first_row, end_row, target)
@@ -195,10 +203,11 @@ class HostPagedAttention(TorchPagedAttention):
         run_shares(attend, self._shares[start])
 
 
-def _divided(rows: DecodeRows, elements: int) -> list[tuple[int, int]]:
+def _divided(rows: DecodeRows, elements: int, window: int) -> list[tuple[int, int]]:
     """Rows divided among threads, from the first of each share to its last; `elements` of a query
     token."""
-    keys = rows.last.reshape(len(rows.tables), rows.width).sum(1) + rows.width
+    seen = rows.last + 1 if not window else np.minimum(rows.last + 1, window)
+    keys = seen.reshape(len(rows.tables), rows.width).sum(1)
     if int(keys.sum()) * elements < LEAST_SHARED:
         return [(0, len(keys))]
     return list(pairwise(shares_of(keys, torch.get_num_threads())))

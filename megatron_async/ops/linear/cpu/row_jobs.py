@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numba import carray
 from numba.extending import register_jitable
 
@@ -128,9 +129,10 @@ def attending(control: Any, first: Any, last: Any) -> None:  # pragma: no cover 
     tables = carray(words(argument(control, 8)), (sequences, argument(control, 9)))
     last_keys = carray(longs(argument(control, 11)), (sequences * width,))
     scale = carray(floats(argument(control, 14)), (1,))[0]
+    no_sinks = carray(floats(argument(control, 14)), (0,))
     arguments = (
         query, keys, values, tables, argument(control, 10), last_keys, width,
-        argument(control, 13), scale, first, last, out,
+        argument(control, 13), 0, scale, np.float32(0.0), no_sinks, first, last, out,
     )  # fmt: skip
     call_at(argument(control, 15), arguments)
     record, scratch = argument(control, 16), argument(control, 17)

@@ -20,13 +20,17 @@ GUARD = float("nan")
 """Fills the cache where no sequence stands: it must not leak into any output."""
 
 
-def naive(query, keys, values, group, scale):
+def naive(query, keys, values, group, scale, softcap=0.0, sinks=None):
     """One token's attention: query `[heads, dim]`, keys and values `[length, kv heads, dim]`."""
     out = torch.empty_like(query, dtype=torch.float64)
     for head in range(query.size(0)):
         k, v = keys[:, head // group].double(), values[:, head // group].double()
-        weights = torch.softmax(k @ query[head].double() * scale, 0)
-        out[head] = weights @ v
+        scores = k @ query[head].double() * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[head : head + 1].double()))
+        out[head] = torch.softmax(scores, 0)[: len(k)] @ v
     return out
 
 
@@ -42,8 +46,12 @@ def check(
     tolerance,
     width=1,
     dummies=0,
+    window=0,
+    softcap=0.0,
+    has_sinks=False,
 ):
-    """With dummy decode rows the step is a packed one."""
+    """With dummy decode rows the step is a packed one. Blocks before a row's window, and their
+    entries in its table, are another's."""
     generator = torch.Generator().manual_seed(block_size * 100 + dim)
     lengths = [*decode, *(kv for _, kv in prefill)]
     max_blocks = -(-max(lengths) // block_size) + 1
@@ -62,6 +70,10 @@ def check(
         keys, values = (torch.randn(length, kv_heads, dim, generator=generator) for _ in "kv")
         key_cache.flatten(0, 1)[index], value_cache.flatten(0, 1)[index] = keys, values
         rows.append((keys, values))
+        asked = width if row < len(decode) else prefill[row - len(decode)][0]
+        if window and (dead := max(length - asked - window + 1, 0) // block_size):
+            key_cache[tables[row, :dead]], value_cache[tables[row, :dead]] = GUARD, GUARD
+            tables[row, :dead] = torch.randint(total, (dead,), generator=generator)
     dims = BatchDimensions(
         decode_rows=len(decode),
         width=width,
@@ -92,7 +104,10 @@ def check(
     attention.begin_step(dims, tables.int().to(device), kv_lengths, starts, positions)
     scale = dim**-0.5
     caches = key_cache.to(device), value_cache.to(device)
-    found = attention.attend(query.to(device), *caches, scale).cpu()
+    sinks = 3 * torch.randn(kv_heads * group, generator=generator) if has_sinks else None
+    asked = {} if sinks is None else {"sinks": sinks.to(device)}
+    found = attention.attend((1 + 9 * (softcap > 0)) * query.to(device), *caches, scale, **asked)
+    found, query = found.cpu(), (1 + 9 * (softcap > 0)) * query
     token = 0
     for row, (keys, values) in enumerate(rows):
         ends = [position + 1 for position in queries[row * width : (row + 1) * width]]
@@ -100,7 +115,8 @@ def check(
             asked, kv = prefill[row - len(decode)]
             ends = list(range(kv - asked + 1, kv + 1))
         for end in ends:
-            expected = naive(query[token], keys[:end], values[:end], group, scale)
+            seen = slice(max(end - window, 0) if window else 0, end)
+            expected = naive(query[token], keys[seen], values[seen], group, scale, softcap, sinks)
             error = (found[token] - expected).norm() / expected.norm()
             assert error < tolerance, (row, end, error)
             token += 1
@@ -143,6 +159,29 @@ def test_torch_backend(
 
     for width in (1, 2, 5):
         check(backend, "cpu", block_size, decode, prefill, kv_heads, group, dim, 1e-5, width)
+
+
+WINDOWS = [(7, 0.0, True), (16, 5.0, False), (17, 0.0, False), (0, 0.0, True), (64, 5.0, True)]
+"""Windows, softcaps, sinks."""
+
+
+@pytest.mark.parametrize(("window", "softcap", "has_sinks"), WINDOWS)
+@pytest.mark.parametrize(
+    ("kind", "longest"), [(TorchPagedAttention, 0), (HostPagedAttention, 0), (HostPagedAttention, 33)]
+)
+def test_windows_and_sinks(kind, longest, window, softcap, has_sinks, monkeypatch):
+    """Break it: a window from the row's last token for all of its query tokens, or a key more."""
+    if kind is HostPagedAttention and not compiles():
+        pytest.skip("Numba is not here, or switched off")
+    monkeypatch.setattr(host_attention, "LONGEST_CHUNK", longest)
+
+    def backend(size, blocks):
+        more = {"takes_chunks": True} if longest else {}
+        return kind(size, blocks, torch.device("cpu"), window=window, softcap=softcap, **more)
+
+    for width in (1, 3):
+        check(backend, "cpu", 16, [1, 5, 16, 17, 33, 70], [(20, 20), (1, 33), (9, 40), (50, 129)],
+              2, 3, 16, 1e-5, width, window=window, softcap=softcap, has_sinks=has_sinks)  # fmt: skip
 
 
 @pytest.mark.parametrize("dummies", [0, 1, 9])
