@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, override
 import torch
 from torch import Tensor
 
+from megatron_async.errors import ConfigurationError
 from megatron_async.ops.attention.backends.base import AttentionShape, PrefillBackend, PrefillRows
 from megatron_async.ops.attention.backends.selection import PrefillChoice
 from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
@@ -28,6 +29,8 @@ class GpuPagedAttention(TorchPagedAttention):
         max_width: int = 1,
         first_key: int = 0,
     ) -> None:
+        if shape.window or shape.softcap or shape.has_sinks:
+            raise ConfigurationError("windows, sinks and softcaps are not served on a GPU yet.")
         super().__init__(shape.block_size, shape.max_blocks, shape.device, first_key)
         self.captures_prefill = prefill.captures
         self.report = str(prefill)
@@ -77,6 +80,7 @@ class GpuPagedAttention(TorchPagedAttention):
         value_cache: Tensor,
         scale: float,
         scales: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         decode, prefill = self._decode_tokens, self._backend
         if prefill is not None and not decode:
@@ -86,7 +90,8 @@ class GpuPagedAttention(TorchPagedAttention):
             prefill.attend(query, key_cache, value_cache, scale, output, scales)
         if decode:
             # Behind the prefill rows, as a backend of theirs may write all tokens.
-            self._decode(query[:decode], key_cache, value_cache, scale, output[:decode], scales)
+            rows = query[:decode], key_cache, value_cache, scale, output[:decode]
+            self._decode(*rows, scales, sinks)
         return output
 
     @override
@@ -114,6 +119,7 @@ class GpuPagedAttention(TorchPagedAttention):
         scale: float,
         out: Tensor,
         scales: Tensor | None,
+        sinks: Tensor | None,
     ) -> None:
         paged_decode_attention(
             query,

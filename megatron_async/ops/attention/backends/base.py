@@ -39,6 +39,12 @@ class AttentionShape:
     bits of a row depend on no other row, no chunk and no device; 0: parts follow the step."""
     is_narrow: bool = False
     """Whether the cache has keys and values in e4m3 (`narrow_cache.py`)."""
+    window: int = 0
+    """Keys that a query sees, its own and those before it; 0: all."""
+    softcap: float = 0.0
+    """Bound of the scaled scores; 0: none."""
+    has_sinks: bool = False
+    """Whether layers have sinks."""
 
     @property
     def longest_sequence(self) -> int:

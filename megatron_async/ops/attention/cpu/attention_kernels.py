@@ -140,9 +140,7 @@ def decode_attention(
                         first, second = values[place + j, head], values[place + j + 1, head]
                         third, fourth = values[place + j + 2, head], values[place + j + 3, head]
                         for h in range(head * group, (head + 1) * group):
-                            _add4(
-                                target[h], first, second, third, fourth, scores[h], j - origin
-                            )
+                            _add4(target[h], first, second, third, fourth, scores[h], j - origin)
                     j += KEYS
                 while j < end:
                     for head in range(kv_heads):

@@ -167,7 +167,8 @@ WINDOWS = [(7, 0.0, True), (16, 5.0, False), (17, 0.0, False), (0, 0.0, True), (
 
 @pytest.mark.parametrize(("window", "softcap", "has_sinks"), WINDOWS)
 @pytest.mark.parametrize(
-    ("kind", "longest"), [(TorchPagedAttention, 0), (HostPagedAttention, 0), (HostPagedAttention, 33)]
+    ("kind", "longest"),
+    [(TorchPagedAttention, 0), (HostPagedAttention, 0), (HostPagedAttention, 33)],
 )
 def test_windows_and_sinks(kind, longest, window, softcap, has_sinks, monkeypatch):
     """Break it: a window from the row's last token for all of its query tokens, or a key more."""
