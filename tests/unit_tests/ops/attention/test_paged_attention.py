@@ -181,8 +181,9 @@ def test_windows_and_sinks(kind, longest, window, softcap, has_sinks, monkeypatc
         return kind(size, blocks, torch.device("cpu"), window=window, softcap=softcap, **more)
 
     for width in (1, 3):
-        check(backend, "cpu", 16, [1, 5, 16, 17, 33, 70], [(20, 20), (1, 33), (9, 40), (50, 129)],
-              2, 3, 16, 1e-5, width, window=window, softcap=softcap, has_sinks=has_sinks)  # fmt: skip
+        decode, prefill = [1, 5, 16, 17, 33, 70], [(20, 20), (1, 33), (9, 40), (50, 129)]
+        check(backend, "cpu", 16, decode, prefill, 2, 3, 16, 1e-5, width, window=window,
+              softcap=softcap, has_sinks=has_sinks)  # fmt: skip
 
 
 @pytest.mark.parametrize("dummies", [0, 1, 9])
