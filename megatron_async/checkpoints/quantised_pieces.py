@@ -39,13 +39,15 @@ def folder_layouts(
         if not is_linear(weight.name) or not any(parts):
             continue
         on_grid, layouts = _is_on_grid(weight), set[Layout | None]()
+        in_blocks = not _is_of_experts(weight.name)
         for part in parts:
             try:
                 layouts.add(
                     part
                     and layout_of(
-                        part.weight, part.scale_dtype, on_grid, weight.shape[-1], weight.scale
-                    )
+                        part.weight, part.scale_dtype, on_grid, weight.shape[-1], weight.scale,
+                        in_blocks,
+                    )  # fmt: skip
                 )
             except ValueError as error:
                 raise ConfigurationError(
@@ -61,10 +63,15 @@ def folder_layouts(
 
 
 def fp8_layouts(held: Iterable[Weight]) -> dict[str, Layout]:
-    """Layouts of the weights of a rank that are rounded to FP8 when they are read: linear layers
-    and experts, a scale for each output."""
-    layout = Layout(Form("FP8"))
-    return {weight.name: layout for weight in held if is_linear(weight.name)}
+    """Layouts of the weights of a rank that are rounded to FP8 when they are read: of linear layers
+    a scale for each block of 128 x 128, which products by FP8 rows take as it is for any number of
+    rows; one for each output of experts, and where blocks do not fit."""
+
+    def form(weight: Weight) -> Form:
+        fits = weight.shape[-1] % BLOCK == 0 and _is_on_grid(weight)
+        return Form("FP8", BLOCK, BLOCK) if fits and not _is_of_experts(weight.name) else Form("FP8")
+
+    return {weight.name: Layout(form(weight)) for weight in held if is_linear(weight.name)}
 
 
 def rounding(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
@@ -74,7 +81,7 @@ def rounding(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
     for name, layout in layouts.items():
         form = layout.form
         is_known = form.numbers == "FP8" and form.inputs in (0, BLOCK)
-        rounds = is_known and "experts." not in name
+        rounds = is_known and not _is_of_experts(name)
         found[name] = layout._replace(form=form._replace(rounds_rows=rounds))
     return found
 
@@ -93,6 +100,11 @@ def quantised_pieces(
     for pieces in zip(*found.values(), strict=True):
         part, region, _ = pieces[0]  # of the codes
         yield part, region, {name: piece[2] for name, piece in zip(found, pieces, strict=True)}
+
+
+def _is_of_experts(name: str) -> bool:
+    """Whether products of a parameter, by its name, widen its numbers, on all GPUs."""
+    return "experts." in name
 
 
 def _is_on_grid(weight: Weight) -> bool:

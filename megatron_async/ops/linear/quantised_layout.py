@@ -84,7 +84,12 @@ class Layout(NamedTuple):
 
 
 def layout_of(
-    stored: StoredWeight, scales: torch.dtype, is_on_grid: bool, width: int, factor: float
+    stored: StoredWeight,
+    scales: torch.dtype,
+    is_on_grid: bool,
+    width: int,
+    factor: float,
+    in_blocks: bool = False,
 ) -> Layout:
     """The layout of a part of a stored weight.
 
@@ -94,12 +99,17 @@ def layout_of(
         is_on_grid: the part's rows begin and end with blocks of `BLOCK`.
         width: inputs of the part.
         factor: by which the model multiplies the weight.
+        in_blocks: an FP8 scale of the whole weight becomes one of each block, with which products
+            by FP8 rows take any number of rows without a kernel more.
 
     Raises:
         ValueError: the part ends within a group of inputs that is not cut.
     """
     numbers, (rows, inputs) = _NUMBERS[stored.format.name], stored.scale_covers
-    whole = stored.shape[-1]
+    height, whole = stored.shape[-2:]
+    is_one = numbers == "FP8" and rows >= height and inputs >= whole
+    if is_one and in_blocks and is_on_grid and width % BLOCK == 0:
+        rows = inputs = BLOCK
     inputs = 0 if inputs >= whole else inputs
     if inputs and width != whole and width % inputs:
         inputs = gcd(inputs, width)

@@ -134,7 +134,8 @@ def test_experts_and_hybrids(
 
 
 def test_blocks_stay_blocks_where_all_parts_begin_with_one(plain, tmp_path: Path) -> None:
-    """Else a scale for each row, the same on all ranks."""
+    """Else a scale for each row, the same on all ranks. A scale of a whole tensor becomes one of
+    each block."""
     blocks, rows = "FP8, scales: blocks of 128 x 128", "FP8, scales: groups of 128"
     name = "0.self_attention.linear_"
     even = quantised_folder(plain(EVEN), tmp_path / "even", "fp8 blocks")
@@ -142,6 +143,9 @@ def test_blocks_stay_blocks_where_all_parts_begin_with_one(plain, tmp_path: Path
         found = forms(kept(even, shard))
         assert set(found.values()) == {blocks}
         assert found.keys() >= {name + "qkv.weight", "1.mlp.linear_fc2.weight"}
+    one = quantised_folder(plain(EVEN), tmp_path / "one", "modelopt fp8")
+    assert set(forms(kept(one)).values()) == {blocks}
+    assert_kept(kept(one, Shard(1, 2)), decoded(one, Shard(1, 2)))
     odd = quantised_folder(plain(ODD), tmp_path / "odd", "fp8 blocks")
     found = forms(kept(odd))
     assert found[name + "qkv.weight"] == rows

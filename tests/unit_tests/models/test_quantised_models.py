@@ -103,7 +103,7 @@ def test_experts_hybrids_and_drafts(name: str, kind: str, keeps, tmp_path: Path)
 
 @pytest.mark.parametrize("form", ["huggingface", "torch_dist"])
 def test_16_bit_checkpoints_are_rounded_at_load(form: Any, keeps, tmp_path: Path) -> None:
-    """Weights are rounded to FP8, each output by its largest number; memory is what
+    """Weights are rounded to FP8, each block of 128 x 128 by its largest number; memory is what
     `Kept.num_bytes` says, and at most 0.55 of 16 bits."""
     folder = tmp_path / form
     convert(WIDE, folder, to=form, dtype="bfloat16")
@@ -115,8 +115,12 @@ def test_16_bit_checkpoints_are_rounded_at_load(form: Any, keeps, tmp_path: Path
         given = plain[name]
         assert isinstance(given, Tensor)
         assert isinstance(weight, QuantisedWeight) == is_linear(name), name
-        exact, step = given.float(), given.float().abs().amax(-1, keepdim=True) / 448
-        near = 2**-4 * exact.abs() + step / 1024 if is_linear(name) else 0 * exact
+        exact, near = given.float(), torch.zeros(())
+        if isinstance(weight, QuantisedWeight):
+            assert weight.form.words == "FP8, scales: blocks of 128 x 128"
+            blocks = exact.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+            step = blocks.abs().amax((1, 3), keepdim=True) / 448
+            near = 2**-4 * exact.abs() + (step / 1024).expand(blocks.shape).reshape(exact.shape)
         assert ((widened(weight).float() - exact).abs() <= near).all(), name
     total = sum(weight.nbytes for weight in held.values())
     assert total == kept.num_bytes(torch.bfloat16)
@@ -204,10 +208,13 @@ def test_kernels_are_compiled_for_the_same_layouts(tmp_path: Path) -> None:
         assert {layout.form.rounds_rows for layout in found.values()} == {rounds}
 
 
-@pytest.mark.parametrize("staging", ["device", "host"])
-def test_new_weights_are_rounded_where_the_old_ones_are(staging: str, keeps, tmp_path) -> None:
-    """Rounding is a fresh load's; memory is the same, so that captured steps stay valid."""
-    convert(TINY, tmp_path / "m", to="huggingface", dtype="bfloat16")
+@pytest.mark.parametrize(("staging", "model"), [("device", TINY), ("host", DENSE)])
+def test_new_weights_are_rounded_where_the_old_ones_are(
+    staging: str, model: str, keeps, tmp_path
+) -> None:
+    """Rounding is a fresh load's, by outputs or blocks; memory is the same, so that captured steps
+    stay valid."""
+    convert(model, tmp_path / "m", to="huggingface", dtype="bfloat16")
     new = {n: 1.5 * t.flip(0) for n, t in load_file(tmp_path / "m" / MODEL).items()}
     shutil.copytree(tmp_path / "m", tmp_path / "new")
     save_file(new, tmp_path / "new" / MODEL, metadata={"format": "pt"})
@@ -216,14 +223,14 @@ def test_new_weights_are_rounded_where_the_old_ones_are(staging: str, keeps, tmp
         fresh = llm.engine.controller.inference_wrapped_model.model
         expected, whole = named_tensors(fresh), weights_checksum(fresh)
     with LLM(str(tmp_path / "m"), **settings) as llm:
-        model = llm.engine.controller.inference_wrapped_model.model
-        held = dict(quantised_weights(model))
+        served = llm.engine.controller.inference_wrapped_model.model
+        held = dict(quantised_weights(served))
         first = {n: [t.data_ptr() for _, t in weight.tensors()] for n, weight in held.items()}
-        assert weights_checksum(model) != whole
+        assert weights_checksum(served) != whole
         llm.update_weights(new.items(), 1, staging=staging)
         llm.engine.context.device.caller_waits()
-        assert weights_checksum(model) == whole
-        found = named_tensors(model)
+        assert weights_checksum(served) == whole
+        found = named_tensors(served)
         for name, addresses in first.items():
             weight = found[name]
             assert isinstance(weight, QuantisedWeight)
@@ -232,7 +239,7 @@ def test_new_weights_are_rounded_where_the_old_ones_are(staging: str, keeps, tmp
             assert torch.equal(widened(weight), widened(expected[name])), name
         name, weight = next(iter(held.items()))
         weight.scales[0] *= 2
-        changed = weights_checksum(model)
+        changed = weights_checksum(served)
         assert {n for n in whole if whole[n] != changed[n]} == {f"{name} scales"}
 
 
