@@ -42,13 +42,8 @@ def folder_layouts(
         in_blocks = not _is_of_experts(weight.name)
         for part in parts:
             try:
-                layouts.add(
-                    part
-                    and layout_of(
-                        part.weight, part.scale_dtype, on_grid, weight.shape[-1], weight.scale,
-                        in_blocks,
-                    )  # fmt: skip
-                )
+                given = on_grid, weight.shape[-1], weight.scale, in_blocks
+                layouts.add(part and layout_of(part.weight, part.scale_dtype, *given))
             except ValueError as error:
                 raise ConfigurationError(
                     f"the rank's part of {weight.name!r} is not kept quantised: {error}. Use "
@@ -67,11 +62,12 @@ def fp8_layouts(held: Iterable[Weight]) -> dict[str, Layout]:
     a scale for each block of 128 x 128, which products by FP8 rows take as it is for any number of
     rows; one for each output of experts, and where blocks do not fit."""
 
-    def form(weight: Weight) -> Form:
+    found = {}
+    for weight in filter(lambda each: is_linear(each.name), held):
         fits = weight.shape[-1] % BLOCK == 0 and _is_on_grid(weight)
-        return Form("FP8", BLOCK, BLOCK) if fits and not _is_of_experts(weight.name) else Form("FP8")
-
-    return {weight.name: Layout(form(weight)) for weight in held if is_linear(weight.name)}
+        in_blocks = fits and not _is_of_experts(weight.name)
+        found[weight.name] = Layout(Form("FP8", BLOCK, BLOCK) if in_blocks else Form("FP8"))
+    return found
 
 
 def rounding(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
