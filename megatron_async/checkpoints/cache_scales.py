@@ -69,25 +69,29 @@ def load_cache_scales(
         attention: Any = model.get_submodule(weight.name.removesuffix(QKV))
         heads = attention.config.num_query_groups
         own = weight.shard.range_of(heads)
-        keys, values = (_read(each, heads)[own.start : own.stop] for each in there)
+        keys, values = (read_scales(each, heads, REMEDY)[own.start : own.stop] for each in there)
         attention.cache_scales = scales_of(keys, values).to(next(model.parameters()).device)
 
 
-def _read(stored: StoredTensor, heads: int) -> Tensor:
-    """A scale for each KV head, float32 `[heads]`."""
+def read_scales(stored: StoredTensor, heads: int, remedy: str) -> Tensor:
+    """A scale for each KV head, float32 `[heads]`; 1: one of something else.
+
+    Raises:
+        CheckpointError: as `load_cache_scales`, with a remedy.
+    """
     where = f"{stored.file.path}: tensor {stored.name!r:.200}"
     if stored.torch_dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise CheckpointError(
-            f"{where} is stored as {stored.dtype}: scales are 16-bit or float32; " + REMEDY
+            f"{where} is stored as {stored.dtype}: scales are 16-bit or float32; {remedy}"
         )
     if prod(stored.shape) not in (1, heads):  # before memory is made for it
+        others = f", or one for each of {heads} KV heads," if heads > 1 else ""
         raise CheckpointError(
-            f"{where} has the shape {list(stored.shape)}: one scale, or one for each of {heads} "
-            f"KV heads, is read; {REMEDY}"
+            f"{where} has the shape {list(stored.shape)}: one scale{others} is read; {remedy}"
         )
     scale = stored.read().to(torch.float32).reshape(-1)
     if not ((scale >= LEAST) & (scale <= MOST)).all():
         raise CheckpointError(
-            f"{where} has a scale that is no number from {LEAST:.0e} to {MOST:.0e}; {REMEDY}"
+            f"{where} has a scale that is no number from {LEAST:.0e} to {MOST:.0e}; {remedy}"
         )
     return scale.expand(heads)

@@ -6,7 +6,7 @@ names of `checkpoints/family_names.py` (`mtp.layers.0...`), its metadata say wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -88,6 +88,10 @@ class WithDraftLayer(NamedTensorSource):
         factor: float,
     ) -> None:  # fmt: skip
         self._base.fill_quantised(into, places, name, region, factor)
+
+    @override
+    def input_scale(self, parts: Sequence[str]) -> float:
+        return self._base.input_scale(parts)
 
     @property
     def architecture(self) -> ModelArchitecture:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from megatron_async.checkpoints.cache_scales import load_cache_scales
+from megatron_async.checkpoints.cache_scales import load_cache_scales, read_scales
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.files import read_json
 from megatron_async.checkpoints.huggingface_config import read_architecture, write_config
@@ -26,6 +26,7 @@ from megatron_async.checkpoints.huggingface_mtp import split_mtp
 from megatron_async.checkpoints.mapping import Region, Shape, Shard, weights
 from megatron_async.checkpoints.quantise import Quantiser
 from megatron_async.checkpoints.quantised import (
+    INPUT_REMEDY,
     INPUTS,
     KEYS,
     FolderWeight,
@@ -274,6 +275,19 @@ class HuggingFaceSource(NamedTensorSource):
             places, region, layout, into.dtype, factor,
             lambda n, part: _read(files.tensor(n), part, device),
         )  # fmt: skip
+
+    @override
+    def input_scale(self, parts: Sequence[str]) -> float:
+        found = [self._tensors.quantised[part] for part in parts]
+        names = [part.input_scale for part in found if part.input_scale is not None]
+        if len(names) < len(found):
+            without = next(part for part in found if part.input_scale is None)
+            raise CheckpointError(
+                f"{without.where}: weight {without.name!r:.200} has no scale of its inputs, for "
+                f"which {names[0]!r:.200} is one; {INPUT_REMEDY}"
+            )
+        tensors = map(self._files.tensor, names)
+        return max(float(read_scales(each, 1, INPUT_REMEDY)) for each in tensors)
 
     def _stored_tensor(self, name: str) -> StoredTensor:
         is_mtp = name in self._tensors.mtp

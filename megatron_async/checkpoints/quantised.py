@@ -40,9 +40,11 @@ SCALES_OF = dict.fromkeys((*ENDS, ".q_scale"), KEYS) | dict.fromkeys(
 )
 """Ends of names of scales by which other things than weights are quantised."""
 NOT_SERVED = {
-    INPUTS: "rounded by scales of their own where FP8 is multiplied by FP8, else not",
+    INPUTS: "rounded where FP8 is multiplied by FP8, by scales of their own; else, and of experts, "
+    "not",
     KEYS: "served in the model's dtype",
 }
+INPUT_REMEDY = "use quantization='none', by which inputs are not rounded"
 
 Read = Callable[[str, Region], Tensor]
 """Reads a region of the tensor of a stored name to the device."""
@@ -58,6 +60,8 @@ class FolderWeight(NamedTuple):
         tensors: the stored names of its tensors, by what they are to it.
         stored_bytes: of all of them.
         scale_dtype: of its scales.
+        input_scale: stored name of the scale by which its inputs are rounded; None: they have
+            scales of their own, or are not rounded.
     """
 
     name: str
@@ -66,6 +70,7 @@ class FolderWeight(NamedTuple):
     tensors: dict[str, str]
     stored_bytes: int
     scale_dtype: torch.dtype
+    input_scale: str | None = None
 
     def fill(self, place: Tensor, region: Region, read: Read) -> None:
         """Values of a region into its place in a parameter, as `StoredWeight.fill`, whose errors
@@ -138,7 +143,10 @@ class QuantisedFolder:
             if what == KEYS and recipe.has_fp8_cache:
                 cache = said
             elif told[what] or (how and (weights or what == KEYS)):
-                not_served.append(f"{what} ({said}): {NOT_SERVED[what]}")
+                done = NOT_SERVED[what]
+                if what == INPUTS and any(weight.input_scale for weight in weights.values()):
+                    done = done.replace("scales of their own", "these scales")
+                not_served.append(f"{what} ({said}): {done}")
         stored_names = (weight.tensors[CODES] for weight in weights.values())
         ignored = [name for name in stored_names if recipe.ignores(name)]
         if ignored:
@@ -190,6 +198,10 @@ def take_quantised(
             names.pop(layer + end)
         names[weight.name] = weight.tensors[CODES]
         found[weight.name] = weight
+    for name, scale in told[INPUTS].items() if recipe.activations != "dynamic" else ():
+        owner = found.get(name.rpartition(".")[0] + WEIGHT)
+        if owner is not None and owner.weight.format.name == "FP8":
+            found[owner.name] = owner._replace(input_scale=scale)
     return found, told
 
 

@@ -53,7 +53,8 @@ def folder_layouts(
         if layouts or layout is None:
             mixed.append(weight.name)
         else:
-            found[weight.name] = layout
+            is_static = any(part and part.input_scale for part in parts)
+            found[weight.name] = layout._replace(has_input_scale=is_static)
     return found, mixed
 
 
@@ -85,12 +86,15 @@ def rounding(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
 def quantised_pieces(
     weight: Weight, into: QuantisedWeight
 ) -> Iterator[tuple[str, Region, dict[str, Tensor]]]:
-    """`Weight.pieces` of all tensors of a quantised weight at once: name, region, and the views of
-    the tensors that it fills, by name; of `outer` with one column."""
+    """`Weight.pieces` of all tensors of a quantised weight at once, but for the scale of inputs:
+    name, region, and the views of the tensors that it fills, by name; of `outer` with one
+    column."""
     grid = on_grid(weight, into.form.rows)
     assert grid is not None, "see _is_on_grid"
     found = {}
     for name, tensor in into.tensors():
+        if name == "input_scale":
+            continue
         owner = grid if name in ("scales", "zeros") else weight
         found[name] = owner.pieces(tensor[..., None] if name == "outer" else tensor)
     for pieces in zip(*found.values(), strict=True):

@@ -203,7 +203,7 @@ def _compressed(keys: _Keys) -> Recipe:
         inner = keys.inner(key)
         if inner.get("format") not in (None, "dense") or inner.get("config_groups"):
             raise keys.error(key, "changes the weights and is not read")
-    grains, activations, symmetric = set[Grain](), "", list[Any]()
+    grains, activations, symmetric = set[Grain](), set[str](), list[Any]()
     for group in keys.entries("config_groups"):
         group.only("format", *_PACKED)
         group.only("output_activations")
@@ -213,12 +213,13 @@ def _compressed(keys: _Keys) -> Recipe:
             symmetric.append(weights.get("symmetric"))
         if group.get("input_activations"):
             is_dynamic = group.inner("input_activations").get("dynamic")
-            activations = "dynamic" if is_dynamic else activations or "static"
+            activations.add("dynamic" if is_dynamic else "static")
     told = keys.cache()
     if not grains and not told:
         raise keys.error("config_groups", "describes no weights")
     has_zeros = bool(symmetric) and all(each is False for each in symmetric)
-    return Recipe("compressed-tensors", tuple(sorted(grains)), activations, told, has_zeros)
+    inputs = " and ".join(sorted(activations))
+    return Recipe("compressed-tensors", tuple(sorted(grains)), inputs, told, has_zeros)
 
 
 def _compressed_grain(weights: _Keys) -> Grain:

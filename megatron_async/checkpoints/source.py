@@ -203,6 +203,14 @@ class NamedTensorSource(ModelSource):
         `factor`."""
         raise NotImplementedError
 
+    def input_scale(self, parts: Sequence[str]) -> float:
+        """The scale of the files by which inputs of a weight, of quantised tensors, are rounded.
+
+        Raises:
+            CheckpointError: it is no number to divide by, or a part has none.
+        """
+        raise NotImplementedError
+
     @property
     def has_stacked_experts(self) -> bool:
         """Whether names are those of transformers' modules, where a tensor holds all experts of a
@@ -283,6 +291,8 @@ class NamedTensorSource(ModelSource):
                 if not isinstance(into, QuantisedWeight):
                     pieces += self._fillings(weight, into)
                 elif self.is_quantised(weight.held_parts[0]):
+                    if into.input_scale is not None:
+                        into.input_scale.fill_(self.input_scale(weight.held_parts))
                     for piece in quantised_pieces(weight, into):
                         pieces.append(partial(self._fill_quantised_piece, weight, into, *piece))
                 else:

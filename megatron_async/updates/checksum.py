@@ -71,6 +71,10 @@ def _tensors(weight: Weight, held: Operand) -> Iterator[tuple[str, Pieces]]:
     assert grid is not None, "it was laid out so"
     columns = {"codes": 8 // held.form.bits, "outer": 0}
     for name, tensor in held.tensors():
+        if name == "input_scale":  # the same on all ranks
+            rows = [] if weight.shard.tensor_rank else [([0, 0], tensor.view(1, 1))]
+            yield f"{weight.stored} {name}", iter(rows)
+            continue
         owner = grid if name in ("scales", "zeros") else weight
         pieces = _own_pieces(owner, tensor[..., None] if name == "outer" else tensor)
         yield (

@@ -42,10 +42,13 @@ class Layout(NamedTuple):
     Attributes:
         form: of the weight.
         scales: dtype of its scales.
+        has_input_scale: the files have a scale of input rows, by which these are rounded if they
+            are at all (`Form.rounds_rows`).
     """
 
     form: Form
     scales: torch.dtype = torch.float32
+    has_input_scale: bool = False
 
     def empty(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> QuantisedWeight:
         """A weight without numbers.
@@ -59,6 +62,7 @@ class Layout(NamedTuple):
         *lead, n, k = shape
         packed = (*lead, n, k * form.bits // 8)
         grid = (*lead, -(-n // form.rows), -(-k // form.inputs) if form.inputs else 1)
+        has_input_scale = self.has_input_scale and form.rounds_rows
 
         def make(size: Shape, kind: torch.dtype) -> Tensor:
             return torch.empty(size, dtype=kind, device=device)
@@ -70,17 +74,18 @@ class Layout(NamedTuple):
             dtype,
             zeros=make(grid, torch.uint8) if form.has_zeros else None,
             outer=make((*lead, n), torch.float32) if form.has_outer else None,
+            input_scale=make((), torch.float32) if has_input_scale else None,
         )
 
     def to_json(self) -> list[Any]:
         """For another process: `of_json`."""
-        return [*self.form, str(self.scales).removeprefix("torch.")]
+        return [*self.form, str(self.scales).removeprefix("torch."), self.has_input_scale]
 
     @classmethod
     def of_json(cls, values: list[Any]) -> Layout:
         """From `to_json`."""
-        *form, scales = values
-        return cls(Form(*form), getattr(torch, scales))
+        *form, scales, has_input_scale = values
+        return cls(Form(*form), getattr(torch, scales), has_input_scale)
 
 
 def layout_of(

@@ -480,7 +480,7 @@ def test_what_is_not_served_is_told(dense: Path, tmp_path: Path, caplog) -> None
         load_model(folder, torch.float32, CPU)
     said = "\n".join(record.getMessage() for record in caplog.records)
     assert "quantised by modelopt: FP8, scales: one: 7 weights" in said
-    assert "quantised inputs of layers (static, 7 scales in the files): rounded by scales" in said
+    assert "of layers (static, 7 scales in the files): rounded where FP8 is" in said
     assert "keys and values" not in said, "fp8 is served"
     info = model_info(folder, memory_gb=1, dtype="bfloat16")
     assert info.quantised is not None
@@ -494,7 +494,7 @@ def test_what_is_not_served_is_told(dense: Path, tmp_path: Path, caplog) -> None
     assert re.search(r"in fp8 +8 bits, float, 2 scales in the files", text)
     assert re.search(r"quantised +modelopt: FP8, scales: one: 7 weights, 8 bits a weight", text)
     assert "in the files" in text
-    assert "rounded by scales of their own" in text
+    assert "by these scales" in text
     # A recipe that no weight follows.
     odd = quantised_folder(dense, tmp_path / "odd", Format(BLOCKS, lambda w: ({".weight": w}, w)))
     caplog.clear()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import megatron_async.ops.linear.stored_weight as stored_weight
@@ -19,7 +20,7 @@ from megatron_async.checkpoints.quantised_pieces import on_grid
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.held_weight import Operand, is_linear
 from megatron_async.ops.linear.quantised_weight import QuantisedWeight, widened
-from tests.support.quantised_folders import FORMATS, Format, is_matrix, quantised_folder
+from tests.support.quantised_folders import FORMATS, MODEL, Format, is_matrix, quantised_folder
 
 CPU, WHOLE = torch.device("cpu"), Shard()
 ODD = "dummy:qwen3:layers=1,hidden=256,heads=4,groups=2,head=96,ffn=384,vocab=64"
@@ -47,11 +48,12 @@ def kept(
     shard: Shard = WHOLE,
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
+    rounds_rows: bool = False,
 ) -> dict[str, Operand]:
     """A rank's weights, as they are kept."""
     source = open_model(folder)
     assert isinstance(source, HuggingFaceSource)
-    layouts = source.layouts(shard, False)
+    layouts = source.layouts(shard, rounds_rows)
     held: dict[str, Operand] = {
         w.name: layouts[w.name].empty(w.shape, dtype, device)
         if w.name in layouts
@@ -60,7 +62,7 @@ def kept(
     }
     for weight in held.values():
         for _, tensor in weight.tensors() if isinstance(weight, QuantisedWeight) else ():
-            tensor.view(torch.uint8).fill_(77)
+            tensor.view(-1).view(torch.uint8).fill_(77)
     source.load_into(held, shard)
     return held
 
@@ -174,6 +176,35 @@ def test_parts_of_several_forms_are_decoded_and_told(plain, tmp_path: Path, capl
     assert isinstance(held["decoder.layers.0.self_attention.linear_qkv.weight"], Tensor)
     assert "1 weights, such as 'decoder.layers.0.self_attention.linear_qkv.weight'" in caplog.text
     assert_kept(held, decoded(folder))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_scale_of_inputs_is_the_largest_of_all_parts(
+    rank: int, hybrid_folder, tmp_path: Path
+) -> None:
+    """On all ranks; not of experts, whose products round no rows."""
+    form = FORMATS["modelopt fp8"]
+
+    def encode(w: Tensor) -> Any:
+        tensors, values = form.encode(w)
+        return tensors | {".input_scale": w.abs().mean()}, values
+
+    folder = quantised_folder(
+        hybrid_folder("nemotron-3"), tmp_path / "m", form._replace(encode=encode)
+    )
+    shard = Shard(rank, 2, rank, 2)
+    held = kept(folder, shard, rounds_rows=True)
+    parts = {n: float(t) for n, t in load_file(folder / MODEL).items() if n.endswith("input_scale")}
+    rounded = 0
+    for weight in open_model(folder).held_weights(shard):
+        if isinstance(operand := held[weight.name], QuantisedWeight):
+            largest = max(parts[p.replace("weight", "input_scale")] for p in weight.held_parts)
+            is_rounded = "experts." not in weight.name
+            found = operand.input_scale
+            assert (found is not None) == operand.form.rounds_rows == is_rounded
+            assert found is None or float(found) == largest
+            rounded += is_rounded
+    assert rounded >= 4
 
 
 def test_damaged_scales_are_named(plain, tmp_path: Path) -> None:

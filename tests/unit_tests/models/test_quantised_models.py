@@ -13,7 +13,7 @@ from torch import Tensor
 
 import megatron_async.checkpoints.quantised_model as quantised_model
 from megatron_async import LLM, InferenceConfig, SamplingParams
-from megatron_async.checkpoints import load_model, open_model
+from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.draft_layer import save_draft_layer
 from megatron_async.checkpoints.info import format_info, model_info, model_program
@@ -30,7 +30,7 @@ from megatron_async.models.partition import part_of_rank
 from megatron_async.ops.linear.quantised_layout import Layout, quantise
 from megatron_async.ops.linear.quantised_weight import Form, QuantisedWeight, widened
 from megatron_async.updates.checksum import weights_checksum
-from tests.support.quantised_folders import MODEL, quantised_folder
+from tests.support.quantised_folders import E4M3, FORMATS, MODEL, quantised_folder
 from tests.unit_tests.checkpoints.mtp_folders import write_folder
 
 CPU = torch.device("cpu")
@@ -286,6 +286,110 @@ def test_a_draft_layer_of_its_own_leaves_the_folder_quantised(keeps: None, tmp_p
     assert found.keys() == alone.keys()
     for name, weight in found.items():
         assert torch.equal(widened(weight), widened(alone[name])), name
+
+
+STATIC = {
+    "fp8 tensor": ".activation_scale",
+    "compressed tensor": ".input_scale",
+    "modelopt fp8": ".input_scale",
+}
+"""Formats with a scale of inputs in the files, and the end of its name."""
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def static_folder(kind: str, plain: Path, target: Path) -> dict[str, float]:
+    """A folder whose layers each have another scale of inputs, by the layer's name. Inputs behind
+    a norm, which are some 1 large, are cut by them."""
+    form = FORMATS[kind]
+
+    def encode(w: Tensor) -> Any:
+        tensors, values = form.encode(w)
+        tensors[STATIC[kind]] = tensors[STATIC[kind]] * (0.002 + w.abs().mean() / 10)
+        return tensors, values
+
+    quantised_folder(plain, target, form._replace(encode=encode))
+    stored = load_file(target / MODEL)
+    return {
+        n.removesuffix(end): float(t) for n, t in stored.items() if n.endswith(end := STATIC[kind])
+    }
+
+
+def reference(folder: Path, scales: dict[str, float], tokens: list[int]) -> Tensor:
+    """Log probs that transformers gives, in float32, where a layer's inputs are rounded by its
+    scale, of layers that share their inputs by the largest one."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for name, scale in scales.items():
+        parent, _, own = name.rpartition(".")
+        group = next((names for names in FUSED if own in names), (own,))
+        scale = max(scales[f"{parent}.{each}"] for each in group)
+
+        def rounded(_: Any, given: Any, scale: float = scale) -> Tensor:
+            return (given[0] / scale).clamp(-448, 448).to(E4M3).float() * scale
+
+        model.get_submodule(name).register_forward_pre_hook(rounded)
+    with torch.no_grad():
+        found = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    return found[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+@pytest.fixture
+def rounds(keeps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of a CPU round rows, as a GPU's of FP8 do."""
+    on = Kept.on
+    monkeypatch.setattr(Kept, "on", lambda *given: on(*given)._replace(rounds_rows=True))
+
+
+@pytest.mark.parametrize("kind", STATIC)
+def test_inputs_are_rounded_by_the_scales_of_the_files(kind: str, rounds, tmp_path: Path) -> None:
+    """Break it: take the smallest of layers that share their inputs, or scales of rows."""
+    convert(DENSE, tmp_path / "plain", to="huggingface", dtype="float32")
+    scales = static_folder(kind, tmp_path / "plain", tmp_path / "m")
+    tokens = list(range(5, 60, 3))
+    settings = {"quantization": "file", "kv_cache_dtype": "model"}
+    with LLM(str(tmp_path / "m"), device="cpu", **settings) as llm:
+        found = torch.tensor(llm.score([tokens])[0].prompt_log_probs)
+        model = llm.engine.controller.inference_wrapped_model.model
+        whole, (name, weight) = weights_checksum(model), next(iter(quantised_weights(model)))
+        assert weight.input_scale is not None
+        weight.input_scale *= 2
+        changed = weights_checksum(model)
+        assert {n for n in whole if whole[n] != changed[n]} == {f"{name} input_scale"}
+    expected = reference(tmp_path / "m-plain", scales, tokens)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    other = reference(tmp_path / "m-plain", {}, tokens)
+    assert (expected - other).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (torch.zeros(()), "no number from 6e-08"),
+        (torch.tensor([-1.0]), "no number from"),
+        (torch.tensor(float("nan")), "no number from"),
+        (torch.tensor(float("inf")), "no number from"),
+        (torch.ones(256), "the shape .256.: one scale is read"),
+        (torch.ones((), dtype=torch.int64), "stored as I64: scales are"),
+        (None, "k_proj.weight' has no scale of its inputs, for which .*q_proj"),
+    ],
+)
+def test_bad_scales_of_inputs_are_refused_by_name(
+    scale: Tensor | None, message: str, rounds, tmp_path: Path
+) -> None:
+    """Where rows are rounded by them; without the setting the folder is served."""
+    convert(TINY, tmp_path / "plain", to="huggingface", dtype="float32")
+    folder, name = tmp_path / "m", "model.layers.0.self_attn.k_proj.input_scale"
+    static_folder("modelopt fp8", tmp_path / "plain", folder)
+    stored = load_file(folder / MODEL)
+    stored = {n: t for n, t in stored.items() if n != name} | (
+        {} if scale is None else {name: scale}
+    )
+    save_file(stored, folder / MODEL, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{message}.*quantization='none'") as error:
+        LLM(str(folder), device="cpu", quantization="file")
+    assert "k_proj" in str(error.value)
+    assert len(generated(folder, quantization="none")[0]) == 2
 
 
 @pytest.mark.gpu
