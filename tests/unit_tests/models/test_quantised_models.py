@@ -353,7 +353,7 @@ def test_inputs_are_rounded_by_the_scales_of_the_files(kind: str, rounds, tmp_pa
         model = llm.engine.controller.inference_wrapped_model.model
         whole, (name, weight) = weights_checksum(model), next(iter(quantised_weights(model)))
         assert weight.input_scale is not None
-        weight.input_scale *= 2
+        weight.input_scale.mul_(2)
         changed = weights_checksum(model)
         assert {n for n in whole if whole[n] != changed[n]} == {f"{name} input_scale"}
     expected = reference(tmp_path / "m-plain", scales, tokens)
