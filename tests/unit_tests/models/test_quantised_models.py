@@ -393,16 +393,19 @@ def test_bad_scales_of_inputs_are_refused_by_name(
 
 
 @pytest.mark.gpu
-def test_a_gpu_keeps_a_folder_and_says_what_the_decoded_one_says(tmp_path: Path) -> None:
-    """To the rounding of rows to FP8; new weights are rounded while captured steps stay."""
+@pytest.mark.parametrize("kind", ["fp8 blocks", "modelopt fp8"])
+def test_a_gpu_keeps_a_folder_and_says_what_the_decoded_one_says(kind: str, tmp_path: Path) -> None:
+    """To the rounding of rows to FP8, also by a static scale; new weights are rounded while
+    captured steps stay."""
     convert(DENSE, tmp_path / "plain", to="huggingface", dtype="bfloat16")
-    folder = quantised_folder(tmp_path / "plain", tmp_path / "m", "fp8 blocks")
+    folder = quantised_folder(tmp_path / "plain", tmp_path / "m", kind)
     said = {}
     for quantization in ("file", "none"):
         with LLM(str(folder), device="cuda", quantization=quantization) as llm:
             model = llm.engine.controller.inference_wrapped_model.model
-            kept = {weight.form.rounds_rows for _, weight in quantised_weights(model)}
-            assert kept == ({True} if quantization == "file" else set())
+            weights = (weight for _, weight in quantised_weights(model))
+            kept = {(w.form.rounds_rows, w.input_scale is not None) for w in weights}
+            assert kept == ({(True, kind != "fp8 blocks")} if quantization == "file" else set())
             said[quantization] = llm.score([list(range(40))])[0].prompt_log_probs
     found, expected = (torch.tensor(said[word][1:]) for word in ("file", "none"))
     torch.testing.assert_close(found, expected, rtol=0, atol=0.1)
