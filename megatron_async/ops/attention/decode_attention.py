@@ -33,8 +33,16 @@ from megatron_async.ops.attention.join_parts import (
     join_kernel,
     join_one,
     join_parts,
+    weigh_tile,
 )
-from megatron_async.ops.attention.narrow_cache import check_dtypes
+from megatron_async.ops.attention.narrow_cache import (
+    WEIGHT_BITS,
+    as_halves,
+    check_dtypes,
+    even_and_odd,
+    of_units,
+    padded_dim,
+)
 from megatron_async.ops.dependent_launch import (
     await_previous,
     launch_options,
@@ -126,7 +134,7 @@ def paged_decode_attention(
     width = tokens // rows
     _blocks, block_size, kv_heads, _dim = key_cache.shape
     group = heads // kv_heads
-    dim_tile = triton.next_power_of_2(dim)
+    dim_tile = padded_dim(dim, scales is not None)
     joins = schedule.is_full or schedule.part > 0
     # Heads of an item are neighbours in memory, and the longest items begin first.
     _parts_kernel[(kv_heads, rows + schedule.shares)](
@@ -308,10 +316,17 @@ def _parts_kernel(
     if is_settled and not is_beside:
         wait_for_previous(overlap)
     narrow: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv
+    # Elements of a key or value in a cell that is loaded, and what weights are larger by.
+    per: tl.constexpr = 2 if narrow else 1
+    more: tl.constexpr = WEIGHT_BITS if narrow else 0
     if narrow:
         # One for all keys of the head, so it belongs to the scores; one of values to the output.
         scale *= tl.load(scales + kv_head)
         value_scale = tl.load(scales + kv_heads + kv_head)
+        if part > 0:
+            value_scale *= 2.0**-more
+        key_cache = key_cache.to(tl.pointer_type(tl.int16))
+        value_cache = value_cache.to(tl.pointer_type(tl.int16))
     else:
         value_scale = None
     if row >= 0:
@@ -329,11 +344,18 @@ def _parts_kernel(
             visible = tl.load(place_of_token, mask=is_member, other=0) + 1
         place = head[:, None] * dim + column[None, :]
         q = tl.load(query + row * heads * dim + place, mask=inside, other=0.0)
+        if narrow:
+            if q.dtype == tl.bfloat16:
+                q, back = as_halves(q)
+            q, odd_q = even_and_odd(q)
         maximum = tl.full((head_tile,), -float("inf"), tl.float32)
         total = tl.zeros((head_tile,), tl.float32)
-        gathered = tl.zeros((head_tile, dim_tile), tl.float32)
+        gathered = tl.zeros((head_tile, dim_tile // per), tl.float32)
+        odd = gathered
         if part > 0:
-            joined_maximum, joined_total, joined = maximum, total, gathered
+            joined_maximum, joined_total = maximum, total
+            joined = tl.zeros((head_tile, dim_tile), tl.float32)
+        unit = tl.arange(0, dim_tile // per)
         for first in range(start, end, tile):
             position = first + offset
             exists = position < end
@@ -346,16 +368,21 @@ def _parts_kernel(
             else:
                 token = block.to(tl.int64) * block_size + position % block_size
                 block = tl.load(table + following // block_size, mask=following < end, other=0)
-            cell = (token * kv_heads + kv_head)[:, None] * dim + column[None, :]
+            cell = (token * kv_heads + kv_head)[:, None] * (dim // per) + unit[None, :]
             loaded = exists[:, None]
             if dim != dim_tile:
-                loaded &= (column < dim)[None, :]
-            k = tl.load(key_cache + cell, mask=loaded, other=0.0)
-            v = tl.load(value_cache + cell, mask=loaded, other=0.0)
+                loaded &= (unit < dim // per)[None, :]
+            k = tl.load(key_cache + cell, mask=loaded, other=0)
+            v = tl.load(value_cache + cell, mask=loaded, other=0)
             if narrow:
-                k = k.to(q.dtype)
-                v = v.to(q.dtype)
-            score = tl.dot(q, tl.trans(k), input_precision="ieee")
+                k, odd_k = of_units(k, q.dtype, overlap)
+                v, odd_v = of_units(v, q.dtype, overlap)
+                score = tl.dot(q, tl.trans(k), input_precision="ieee")
+                score = tl.dot(odd_q, tl.trans(odd_k), score, input_precision="ieee")
+                if query.dtype.element_ty == tl.bfloat16:
+                    score *= back[:, None]
+            else:
+                score = tl.dot(q, tl.trans(k), input_precision="ieee")
             if part == 0:
                 score *= scale
             if width > 1:
@@ -375,16 +402,25 @@ def _parts_kernel(
                 new_maximum = tl.maximum(maximum, tl.max(score, 1))
                 base = new_maximum
             if part > 0:
-                maximum, total, gathered = add_tile(score, v, maximum, total, gathered, scale)
+                if narrow:
+                    weight, maximum, total, shrink = weigh_tile(score, maximum, total, scale)
+                    weight = (weight * 2.0**more).to(v.dtype)
+                    shrink = shrink[:, None]
+                    gathered = tl.dot(weight, v, gathered * shrink, input_precision="ieee")
+                    odd = tl.dot(weight, odd_v, odd * shrink, input_precision="ieee")
+                    whole = tl.reshape(tl.join(gathered, odd), (head_tile, dim_tile))
+                else:
+                    maximum, total, gathered = add_tile(score, v, maximum, total, gathered, scale)
+                    whole = gathered
                 # No branch: the loop's loads stay in their pipeline.
                 ends = ((first + tile) % part == 0) | (first + tile >= end)
                 is_stored = ends & (slot >= 0)
                 at = (slot + (first - start) // part).to(tl.int64) * heads
                 tl.store(part_maximum + at + head, maximum, mask=is_stored & is_member)
                 tl.store(part_total + at + head, total, mask=is_stored & is_member)
-                tl.store(part_output + at * dim + place, gathered, mask=is_stored & inside)
+                tl.store(part_output + at * dim + place, whole, mask=is_stored & inside)
                 behind_maximum, behind_total, behind = join_one(
-                    joined_maximum, joined_total, joined, maximum, total, gathered, scale
+                    joined_maximum, joined_total, joined, maximum, total, whole, scale
                 )
                 joined_maximum = tl.where(ends, behind_maximum, joined_maximum)
                 joined_total = tl.where(ends, behind_total, joined_total)
@@ -392,15 +428,22 @@ def _parts_kernel(
                 maximum = tl.where(ends, -float("inf"), maximum)
                 total = tl.where(ends, 0.0, total)
                 gathered = tl.where(ends, 0.0, gathered)
+                if narrow:
+                    odd = tl.where(ends, 0.0, odd)
             else:
-                weight = tl.exp2(score - base[:, None])
+                weight = tl.exp2(score - (base - more)[:, None])
                 shrink = tl.exp2(maximum - base)
                 gathered = gathered * shrink[:, None]
                 gathered = tl.dot(weight.to(v.dtype), v, gathered, input_precision="ieee")
+                if narrow:
+                    odd = odd * shrink[:, None]
+                    odd = tl.dot(weight.to(v.dtype), odd_v, odd, input_precision="ieee")
                 total = total * shrink + tl.sum(weight, 1)
                 maximum = new_maximum
         if part > 0:
             total, gathered = joined_total, joined
+        elif narrow:
+            gathered = tl.reshape(tl.join(gathered, odd), (head_tile, dim_tile))
         if slot < 0:
             result = gathered / tl.maximum(total, 1e-30)[:, None]
             if narrow:

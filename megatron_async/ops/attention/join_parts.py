@@ -88,10 +88,13 @@ def add_tile(
     total: tl.tensor,
     gathered: tl.tensor,
     scale: tl.tensor,
+    more: tl.constexpr = 0,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The maximum, total and sum of values of a part, and a tile of keys: `score` as of
-    `weigh_tile`; `v`, `[keys, dim]`."""
+    `weigh_tile`; `v`, `[keys, dim]`; the sum is 2^`more` as large."""
     weight, maximum, total, shrink = weigh_tile(score, maximum, total, scale)
+    if more > 0:
+        weight *= 2.0**more
     gathered = tl.dot(weight.to(v.dtype), v, gathered * shrink[:, None], input_precision="ieee")
     return maximum, total, gathered
 

@@ -20,7 +20,13 @@ from megatron_async.ops.attention.join_parts import (
     join_one,
     join_parts,
 )
-from megatron_async.ops.attention.narrow_cache import check_dtypes
+from megatron_async.ops.attention.narrow_cache import (
+    WEIGHT_BITS,
+    as_halves,
+    check_dtypes,
+    evens_first,
+    padded_dim,
+)
 from megatron_async.ops.attention.prefill_schedule import UNIT, PrefillSchedule
 from megatron_async.ops.attention.prefill_tile import Tile
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
@@ -144,7 +150,7 @@ def paged_prefill_attention(
         group=schedule.group,
         kv_heads=kv_heads,
         dim=dim,
-        dim_tile=triton.next_power_of_2(dim),
+        dim_tile=padded_dim(dim, scales is not None),
         query_tile=tile.queries,
         key_tile=tile.keys,
         first_key=first_key,
@@ -172,13 +178,15 @@ def _descriptors(
 
 @triton.jit
 def _scores(
-    q: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor, key_descriptor: tl.tensor,
+    queries: tl.tuple, key_cache: tl.tensor, value_cache: tl.tensor, key_descriptor: tl.tensor,
     value_descriptor: tl.tensor, table: tl.tensor, position: tl.tensor, first: tl.tensor,
     length: tl.tensor, kv_head: tl.tensor, masked: tl.constexpr, block_size: tl.constexpr,
     kv_heads: tl.constexpr, dim: tl.constexpr, dim_tile: tl.constexpr, key_tile: tl.constexpr,
     first_key: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Scores of the tile of keys from `first` on, and its values."""
+    """Scores of the tile of keys from `first` on, and its values. `queries`: as the product takes
+    them, and what scores are multiplied by, or None."""
+    q, back = queries
     column = tl.arange(0, dim_tile)
     inside = column < dim
     key_position = first + tl.arange(0, key_tile)
@@ -205,10 +213,13 @@ def _scores(
         else:
             k = tl.load(key_cache + place[:, None] + column[None, :])
             v = tl.load(value_cache + place[:, None] + column[None, :])
-    if k.dtype != q.dtype:
-        k = k.to(q.dtype)  # of a narrow cache, which is exact
+    if k.dtype == tl.float8e4nv:
+        # In the order of decode attention; to widen is exact.
+        k = evens_first(k.to(q.dtype))
         v = v.to(q.dtype)
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if back is not None:
+        score *= back[:, None]
     if masked:
         sees = position[:, None] >= key_position[None, :]
         if first_key > 0:
@@ -219,7 +230,7 @@ def _scores(
 
 @triton.jit
 def _attend_tiles(
-    q: tl.tensor,
+    queries: tl.tuple,
     key_cache: tl.tensor,
     value_cache: tl.tensor,
     key_descriptor: tl.tensor,
@@ -243,17 +254,19 @@ def _attend_tiles(
     first_key: tl.constexpr,
     in_parts: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    more: tl.constexpr = WEIGHT_BITS if key_cache.dtype.element_ty == tl.float8e4nv else 0
     for first in tl.range(begin, end, key_tile):
         score, v = _scores(
-            q, key_cache, value_cache, key_descriptor, value_descriptor, table, position, first,
-            length, kv_head, masked, block_size, kv_heads, dim, dim_tile, key_tile, first_key,
+            queries, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
+            first, length, kv_head, masked, block_size, kv_heads, dim, dim_tile, key_tile,
+            first_key,
         )  # fmt: skip
         if in_parts:
-            maximum, total, gathered = add_tile(score, v, maximum, total, gathered, scale)
+            maximum, total, gathered = add_tile(score, v, maximum, total, gathered, scale, more)
         else:
             # Maxima are of scores before scaling: scaling and subtracting are one instruction.
             new_maximum = tl.maximum(maximum, tl.max(score, 1))
-            weight = tl.exp2(score * scale - (new_maximum * scale)[:, None])
+            weight = tl.exp2(score * scale - (new_maximum * scale - more)[:, None])
             shrink = tl.exp2((maximum - new_maximum) * scale)
             total = total * shrink + tl.sum(weight, 1)
             gathered = gathered * shrink[:, None]
@@ -264,7 +277,7 @@ def _attend_tiles(
 
 @triton.jit
 def _attend_parts(
-    q: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor, key_descriptor: tl.tensor,
+    queries: tl.tuple, key_cache: tl.tensor, value_cache: tl.tensor, key_descriptor: tl.tensor,
     value_descriptor: tl.tensor, table: tl.tensor, position: tl.tensor, gathered: tl.tensor,
     maximum: tl.tensor, total: tl.tensor, joined: tl.tensor, joined_maximum: tl.tensor,
     joined_total: tl.tensor, begin: tl.tensor, end: tl.tensor, length: tl.tensor,
@@ -274,10 +287,11 @@ def _attend_parts(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """The tiles of all parts, whose copies go on over a part's border. A part is joined where the
     next one begins: at its own end Triton 3.6 would not wait in the branch for its last product."""
+    more: tl.constexpr = WEIGHT_BITS if key_cache.dtype.element_ty == tl.float8e4nv else 0
     for first in tl.range(begin, end, key_tile):
         score, v = _scores(
-            q, key_cache, value_cache, key_descriptor, value_descriptor, table, position, first,
-            length, kv_head, masked, block_size, kv_heads, dim, dim_tile, key_tile, 0,
+            queries, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
+            first, length, kv_head, masked, block_size, kv_heads, dim, dim_tile, key_tile, 0,
         )  # fmt: skip
         if first % part == 0:
             joined_maximum, joined_total, joined = join_one(
@@ -286,7 +300,7 @@ def _attend_parts(
             # What was gathered is multiplied by 0 with this maximum.
             maximum = tl.full(maximum.shape, -float("inf"), tl.float32)
             total = tl.zeros(total.shape, tl.float32)
-        maximum, total, gathered = add_tile(score, v, maximum, total, gathered, scale)
+        maximum, total, gathered = add_tile(score, v, maximum, total, gathered, scale, more)
     return gathered, maximum, total, joined, joined_maximum, joined_total
 
 
@@ -337,6 +351,8 @@ def _prefill_kernel(
         # One for all keys of the head, so it belongs to the scores; one of values to the output.
         scale *= tl.load(scales + kv_head)
         value_scale = tl.load(scales + kv_heads + kv_head)
+        if part > 0:
+            value_scale *= 2.0**-WEIGHT_BITS
     else:
         value_scale = None
     number = tl.program_id(1)
@@ -361,6 +377,13 @@ def _prefill_kernel(
     if row >= 0:
         before = length - tokens
         q = tl.load(query + place, mask=inside, other=0.0)
+        if value_scale is None:
+            queries = (q, None)
+        elif q.dtype == tl.bfloat16:
+            halves, back = as_halves(q)
+            queries = (evens_first(halves), back)
+        else:
+            queries = (evens_first(q), None)
         # Tokens behind the chunk's end attend like its last one, and are not stored.
         position = before + tl.minimum(token, tokens - 1)
         gathered = tl.zeros((query_tile, dim_tile), tl.float32)
@@ -380,7 +403,7 @@ def _prefill_kernel(
             # The first tile has keys that are not seen.
             begin = tl.minimum(key_tile, end)
             gathered, maximum, total = _attend_tiles(
-                q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
+                queries, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
                 gathered, maximum, total, 0, begin, length, kv_head, scale, True,
                 block_size, kv_heads, dim, dim_tile, key_tile, first_key, part > 0,
             )  # fmt: skip
@@ -403,13 +426,13 @@ def _prefill_kernel(
                     total = tl.zeros((query_tile,), tl.float32)
                     gathered = tl.zeros((query_tile, dim_tile), tl.float32)
                     gathered, maximum, total = _attend_tiles(
-                        q, key_cache, value_cache, key_descriptor, value_descriptor, table,
+                        queries, key_cache, value_cache, key_descriptor, value_descriptor, table,
                         position, gathered, maximum, total, first, masked, length, kv_head,
                         scale, False, block_size, kv_heads, dim, dim_tile, key_tile, first_key,
                         True,
                     )  # fmt: skip
                     gathered, maximum, total = _attend_tiles(
-                        q, key_cache, value_cache, key_descriptor, value_descriptor, table,
+                        queries, key_cache, value_cache, key_descriptor, value_descriptor, table,
                         position, gathered, maximum, total, masked, part_end, length, kv_head,
                         scale, True, block_size, kv_heads, dim, dim_tile, key_tile, first_key, True,
                     )  # fmt: skip
@@ -425,14 +448,14 @@ def _prefill_kernel(
                     )
             else:
                 gathered, maximum, total, joined, joined_maximum, joined_total = _attend_parts(
-                    q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
-                    gathered, maximum, total, joined, joined_maximum, joined_total,
+                    queries, key_cache, value_cache, key_descriptor, value_descriptor, table,
+                    position, gathered, maximum, total, joined, joined_maximum, joined_total,
                     0, seen, length, kv_head, scale, False,
                     block_size, kv_heads, dim, dim_tile, key_tile, part,
                 )  # fmt: skip
                 gathered, maximum, total, joined, joined_maximum, joined_total = _attend_parts(
-                    q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
-                    gathered, maximum, total, joined, joined_maximum, joined_total,
+                    queries, key_cache, value_cache, key_descriptor, value_descriptor, table,
+                    position, gathered, maximum, total, joined, joined_maximum, joined_total,
                     seen, end, length, kv_head, scale, True,
                     block_size, kv_heads, dim, dim_tile, key_tile, part,
                 )  # fmt: skip
@@ -442,12 +465,12 @@ def _prefill_kernel(
             total, gathered = joined_total, joined
         else:
             gathered, maximum, total = _attend_tiles(
-                q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
+                queries, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
                 gathered, maximum, total, begin, seen, length, kv_head, scale, False,
                 block_size, kv_heads, dim, dim_tile, key_tile, first_key, part > 0,
             )  # fmt: skip
             gathered, maximum, total = _attend_tiles(
-                q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
+                queries, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
                 gathered, maximum, total, masked, end, length, kv_head, scale, True,
                 block_size, kv_heads, dim, dim_tile, key_tile, first_key, part > 0,
             )  # fmt: skip

@@ -2,16 +2,22 @@
 
 import math
 import random
+import re
+import subprocess
 
 import pytest
 import torch
+import triton
+from triton.compiler import ASTSource
 
 from megatron_async.errors import ConfigurationError
+from megatron_async.ops.attention.decode_attention import WARPS, _parts_kernel
 from megatron_async.ops.attention.narrow_cache import (
     KEYS,
     NARROW,
     VALUES,
     as_bytes,
+    check_dtypes,
     check_narrow_cache,
     narrowed,
     scales_of,
@@ -24,6 +30,8 @@ from tests.unit_tests.ops.attention.cases import rope_arguments
 from tests.unit_tests.ops.attention.decode_batch import Batch, some_scales
 from tests.unit_tests.ops.attention.prefill_batch import PrefillBatch, random_chunks
 from tests.unit_tests.ops.cases import Numbers
+from tests.unit_tests.ops.linear.test_resident_kernel import HOPPER, TOOLS, spilled_bytes
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 
 def test_numbers_are_clamped_and_rounded_to_even() -> None:
@@ -77,14 +85,22 @@ def test_the_kernel_writes_the_same_bytes(tokens, kv_heads, group, dim, norm, de
         torch.testing.assert_close(found.float(), wanted.float(), rtol=0.13, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(
+    ("width", "dtype", "dim"),
+    [
+        (1, torch.float32, 64),
+        (3, torch.float32, 64),
+        (1, torch.bfloat16, 48),
+        (3, torch.float16, 16),
+    ],
+)
 @pytest.mark.parametrize("part", [0, 64])
 @pytest.mark.parametrize("count", [1, 6, 132])
-def test_decode_attention(width, part, count, device) -> None:
+def test_decode_attention(width, dtype, dim, part, count, device) -> None:
     """Whole rows, parts joined by the last program, and by the second kernel. Break it: the scale
-    of values twice, or the scale of keys left out."""
+    of values twice, or the scale of keys left out; odd elements of keys by even ones of queries."""
     lengths = [5, 16, 63, 65, 300, 129]
-    shape = 64, 2, 3, 64, torch.float32, device
+    shape = 64, 2, 3, dim, dtype, device
     batch = Batch(300, len(lengths), *shape, count, width=width, part=part, is_narrow=True)
     expected = batch.refill(lengths)
     batch.run()
@@ -94,7 +110,7 @@ def test_decode_attention(width, part, count, device) -> None:
 @pytest.mark.parametrize("processors", [0, 12])
 @pytest.mark.parametrize(
     ("block_size", "dim", "dtype"),
-    [(64, 64, torch.float16), (16, 80, torch.float32), (128, 64, torch.float16)],
+    [(64, 64, torch.float16), (16, 80, torch.float32), (128, 64, torch.bfloat16)],
 )
 def test_prefill_attention(block_size, dim, dtype, processors, device) -> None:
     """Keys of a tile that all queries see come by a descriptor, others by pointers."""
@@ -103,6 +119,69 @@ def test_prefill_attention(block_size, dim, dtype, processors, device) -> None:
     batch.refill(chunks)
     batch.attend(batch.rows(chunks), batch.schedule(processors))
     batch.check()
+
+
+@pytest.mark.parametrize("query_scale", [1e-30, 1e6])
+@pytest.mark.parametrize("part", [0, 64])
+def test_queries_of_any_size_are_multiplied_in_float16(query_scale, part, device) -> None:
+    """Break it: queries as they are, which are 0 or infinite there."""
+    batch = Batch(70, 2, 64, 2, 2, 64, torch.bfloat16, device, part=part, is_narrow=True)
+    expected = batch.refill([70, 33], query_scale)
+    batch.run()
+    batch.check(expected)
+    batch = PrefillBatch(70, 1, 70, 64, 2, 2, 64, torch.bfloat16, device, is_narrow=True)
+    batch.refill([(70, 70)], query_scale)
+    batch.attend(batch.rows())
+    batch.check()
+
+
+@pytest.mark.parametrize("part", [0, 64])
+def test_small_weights_of_many_keys_count(part, device) -> None:
+    """A first key that all look at, and weights of 2^-26 for the rest. Break it: no WEIGHT_BITS."""
+    batch = Batch(257, 1, 64, 1, 1, 32, torch.bfloat16, device, part=part, is_narrow=True)
+    batch.refill([257])
+    keys, values = (
+        as_bytes(cache)[batch.tables[0, :5].long()] for cache in (batch.keys, batch.values)
+    )
+    one, scale = torch.ones(1).to(NARROW).view(torch.uint8).item(), batch.scales[KEYS, 0].item()
+    keys.zero_()
+    values.fill_(one)
+    keys[0, 0, 0, 0], values[0, 0] = one, 0
+    for cache, filled in (batch.keys, keys), (batch.values, values):
+        as_bytes(cache)[batch.tables[0, :5].long()] = filled
+    batch.query.zero_()
+    batch.query[0, 0, 0] = 26 * math.log(2) / (scale * batch.scale)
+    batch.run()
+    rest = 256 * 2.0**-26 * batch.scales[VALUES, 0].item()
+    assert batch.out[0, 0].tolist() == pytest.approx([rest] * 32, rel=0.01)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+def test_numbers_are_widened_in_registers_two_at_a_time(tmp_path) -> None:
+    """Of decode attention, for Hopper. Break it: widen to bfloat16 (a slow instruction for each
+    number), or load single bytes (which matrix units' loads do not take)."""
+    constants = {
+        "block_size": 256, "kv_heads": 8, "group": 4, "width": 1, "head_tile": 16, "dim": 128,
+        "dim_tile": 128, "tile": 64, "part": 0, "at_once": 1, "first_key": 0, "joins": True,
+        "is_settled": True, "is_beside": False, "overlap": True,
+    }  # fmt: skip
+    names = _parts_kernel.arg_names
+    types = dict.fromkeys(("query", "out"), "*bf16") | {"table_stride": "i32", "scale": "fp32"}
+    types |= dict.fromkeys(("key_cache", "value_cache"), "*fp8e4nv")
+    types |= dict.fromkeys(("tables", "items", "splits", "positions", "arrived"), "*i32")
+    signature = {n: "constexpr" if n in constants else types.get(n, "*fp32") for n in names}
+    aligned = {
+        (at,): [["tt.divisibility", 16]] for at, n in enumerate(names) if signature[n][0] == "*"
+    }
+    source = ASTSource(_parts_kernel, signature, constants, aligned)
+    options = {"num_warps": WARPS, "num_stages": 3, "launch_pdl": True}
+    kernel = triton.compile(source, target=HOPPER, options=options)
+    assert spilled_bytes(kernel.asm, tmp_path) == 0
+    command = [TOOLS / "nvdisasm", "-c", tmp_path / "kernel.cubin"]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # A tile of 64 keys and values, two numbers an instruction, by 128 threads.
+    assert code.count("F2FP.F16.E4M3") == 64 * 128 * 2 // 2 // 128
+    assert not re.search(r"F2F\.|LDS\.U", code)
 
 
 def test_the_reference_reads_what_is_stored() -> None:
@@ -134,6 +213,9 @@ def test_caches_that_do_not_fit_are_refused() -> None:
     for wrong in (None, given[-1][:, :1], given[-1][:2]):
         with pytest.raises(ValueError, match=r"rope_append: rows of .* scales"):
             rope_append_gpu(*given[:-1], wrong)
+    odd = narrow_arguments(2, 2, 1, 9, torch.float32, "cpu")
+    with pytest.raises(ValueError, match=r"heads of 9 .* of an even number of elements"):
+        check_dtypes("rope_append", torch.float32, *odd[5:7], odd[-1])
     given[6] = given[6].float()
     with pytest.raises(ValueError, match="must have one dtype with the rows, or be torch"):
         rope_append_gpu(*given)

@@ -71,14 +71,20 @@ def test_keys_that_are_not_there(block_size, dim, dtype, device):
     batch.check()
 
 
-@pytest.mark.parametrize(("block_size", "dim"), [(64, 64), (128, 128), (48, 160)])
-def test_a_query_has_the_bits_of_a_decode_row(block_size, dim, device, matrix_units, monkeypatch):
+@pytest.mark.parametrize(
+    ("block_size", "dim", "is_narrow"),
+    [(64, 64, False), (128, 128, False), (48, 160, False), (64, 64, True)],
+)
+def test_a_query_has_the_bits_of_a_decode_row(
+    block_size, dim, is_narrow, device, matrix_units, monkeypatch
+):
     """With parts of one length: in whatever chunk it comes, beside whatever others."""
+    dtype = torch.bfloat16 if is_narrow else torch.float16
     part, positions = 128, torch.tensor([0, 1, 63, 64, 127, 128, 129, 200, 299], device=device)
-    batch = PrefillBatch(300, 1, 300, block_size, 2, 3, dim, torch.float16, device)
+    batch = PrefillBatch(300, 1, 300, block_size, 2, 3, dim, dtype, device, is_narrow=is_narrow)
     batch.refill([(300, 300)], query_scale=3.0)
     every, table = batch.query.clone(), batch.tables
-    tile = tile_of(300, 6, dim, block_size, torch.float16, batch.query.device, in_parts=True)
+    tile = tile_of(300, 6, dim, block_size, dtype, batch.query.device, in_parts=True)
     assert tile.keys == decode_tile(dim)
     whole_rows, divided = batch.schedule(tile=tile), batch.schedule(132, tile, part)
     divided.slots = 12
@@ -92,7 +98,10 @@ def test_a_query_has_the_bits_of_a_decode_row(block_size, dim, device, matrix_un
         schedule.update(lengths, starts, len(query), max(sizes), tile.keys)
         out, tables = torch.empty_like(query), table.repeat(len(chunks), 1)
         caches = batch.keys, batch.values
-        paged_prefill_attention(query, *caches, tables, schedule, tile, batch.scale, out, part=part)
+        paged_prefill_attention(
+            query, *caches, tables, schedule, tile, batch.scale, out, part=part,
+            scales=batch.scales,
+        )  # fmt: skip
         return list(out.split(sizes))
 
     (whole,) = attend((0, 300))
@@ -123,8 +132,9 @@ def test_a_query_has_the_bits_of_a_decode_row(block_size, dim, device, matrix_un
     out = torch.empty_like(every[positions])
     tables = table.repeat(len(positions), 1)
     paged_decode_attention(
-        every[positions], batch.keys, batch.values, tables, batch.scale, workspace, out
-    )
+        every[positions], batch.keys, batch.values, tables, batch.scale, workspace, out,
+        scales=batch.scales,
+    )  # fmt: skip
     assert torch.equal(out, whole[positions])
 
 
