@@ -77,11 +77,13 @@ def test_the_kernel_writes_the_same_bytes(tokens, kv_heads, group, dim, norm, de
     given[0][0] *= 1e4  # clamped
     caches = [cache.clone() for cache in given[5:7]]
     expected = rope_append.reference(*given[:5], *caches, *given[7:])
-    torch.testing.assert_close(rope_append_gpu(*given), expected)
+    torch.testing.assert_close(rope_append_gpu(*given), expected, rtol=1e-5, atol=1e-5)
     for found, wanted in zip(given[5:7], caches, strict=True):
         differ = as_bytes(found) != as_bytes(wanted)
-        # Sums of a norm have another order: a number may round to its neighbour.
-        assert differ.sum() <= (0.01 * tokens * kv_heads * dim if norm else 0)
+        # Sums of a norm have another order, and a GPU fuses a rotation's product and sum: a number
+        # may round to its neighbour.
+        may_differ = norm or device == "cuda"
+        assert differ.sum() <= (0.01 * tokens * kv_heads * dim if may_differ else 0)
         torch.testing.assert_close(found.float(), wanted.float(), rtol=0.13, atol=0, equal_nan=True)
 
 
