@@ -62,7 +62,6 @@ def fp8_layouts(held: Iterable[Weight]) -> dict[str, Layout]:
     """Layouts of the weights of a rank that are rounded to FP8 when they are read: of linear layers
     a scale for each block of 128 x 128, which products by FP8 rows take as it is for any number of
     rows; one for each output of experts, and where blocks do not fit."""
-
     found = {}
     for weight in filter(lambda each: is_linear(each.name), held):
         fits = weight.shape[-1] % BLOCK == 0 and _is_on_grid(weight)
