@@ -160,8 +160,8 @@ def test_small_weights_of_many_keys_count(part, device) -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
 def test_numbers_are_widened_in_registers_two_at_a_time(tmp_path) -> None:
-    """Machine code of decode attention for Hopper. Break it: widen to bfloat16 (a slow instruction for each
-    number), or load single bytes (which matrix units' loads do not take)."""
+    """Machine code of decode attention for Hopper. Break it: widen to bfloat16 (a slow instruction
+    for each number), or load single bytes (which matrix units' loads do not take)."""
     constants = {
         "block_size": 256, "kv_heads": 8, "group": 4, "width": 1, "head_tile": 16, "dim": 128,
         "dim_tile": 128, "tile": 64, "part": 0, "at_once": 1, "first_key": 0, "joins": True,
