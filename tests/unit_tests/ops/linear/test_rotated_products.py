@@ -87,9 +87,13 @@ def check(
         assert torch.equal(cache.isnan(), theirs.isnan()), "another place was written"
         cells = places.write_index[:rows]
         mine, other = (c.flatten(0, 1)[cells].flatten(1) for c in (cache, theirs))
-        if is_narrow:  # the same numbers, but for some that round to a neighbour
-            assert (mine != other).float().mean() < (0.01 if dtype == torch.float32 else 0.1)
-            torch.testing.assert_close(mine, other, rtol=0.13, atol=2**-8)
+        if is_narrow:
+            # The same numbers, but for some that round to a neighbour; where rotation subtracts, a
+            # last bit of the dtype in what it is given is more than one step of e4m3.
+            is_exact = dtype == torch.float32
+            assert (mine != other).float().mean() < (0.01 if is_exact else 0.25)
+            most = 2**-8 if is_exact else 2**-7 * float(other.abs().max())
+            torch.testing.assert_close(mine, other, rtol=0.13, atol=most)
         else:
             assert_close(mine, other, dtype)
     if normed:
