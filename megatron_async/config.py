@@ -220,10 +220,10 @@ class InferenceConfig:
 
     quantization: str | None = None
     """file: weights as the files have them: of quantised folders on a GPU; of GGUF files on a CPU,
-    with rows of 16 bits, which is the default there. fp8: 16-bit weights are rounded to FP8 at
-    load, on a GPU. int8: on a CPU as the file has them, or 8 bits; rows of 8 bits by a file's
-    weights: faster, but more tokens differ from float32's. auto: int8 where a CPU has quick loops.
-    none, and the default of all others: the model's dtype (docs/quantization.md)."""
+    with rows of 16 bits. It is the default there. fp8: 16-bit weights are rounded to FP8 at load,
+    on a GPU. int8: on a CPU as the file has them, or 8 bits; rows of 8 bits by a file's weights:
+    faster, but more tokens differ from float32's. auto: int8 where a CPU has quick loops. none, and
+    the default of all others: the model's dtype (docs/quantization.md)."""
 
     attention_backend: str | None = None
     """Attention of prefill chunks on a GPU: triton (our kernel), warpgroup (ours for Hopper GPUs

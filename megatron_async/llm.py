@@ -153,7 +153,8 @@ class LLM:
         if pipeline_model_parallel_size > 1 and asked == [None, None]:
             # A step for each stage, and one that the host prepares.
             inference_config["lookahead"] = min(pipeline_model_parallel_size, MOST_LOOKAHEAD)
-        kept, kept_bytes = Kept.on(device, inference_config, source, transformer_impl), None
+        kept_bytes = None
+        kept = Kept.on(device, inference_config, source, transformer_impl, dtype=self.dtype)
         if kept.quantization is None:
             kept_bytes = settle_quantization(inference_config, source, device, self.dtype, sizes)
         config = _make_config(inference_config, device, source, self.dtype)
@@ -475,7 +476,9 @@ def compile_ahead(
     if draft_layer is None and inference_config.get("speculative_method") == "mtp":
         draft_layer = shipped_draft_layer(model)
     source, weights = open_model(model, draft_layer), _resolve_dtype(dtype, "cuda")
-    kept = Kept.on("cuda", inference_config, source, capability=gpu["capability"])
+    kept = Kept.on(
+        "cuda", inference_config, source, capability=gpu["capability"], dtype=weights
+    )
     config = _make_config(inference_config, "cuda", source, weights)
     if not choose_triton_folder():
         raise ConfigurationError(

@@ -135,7 +135,7 @@ def model_info(
     free = _free_memory(device) if memory_gb is None else int(memory_gb * GIB)
     architecture = source.architecture
     settings, total = {"quantization": quantization}, None
-    kept = Kept.on(device, settings, source, capability=(0, 0))
+    kept = Kept.on(device, settings, source, capability=(0, 0), dtype=resolved)
     if kept.quantization is None:
         total = settle_quantization(settings, source, device, resolved)
     keeps_blocks = total is not None
@@ -374,8 +374,9 @@ def model_program(
             major, gpu = torch.cuda.get_device_capability(here)[0], torch.cuda.get_device_name(here)
     source = source if isinstance(source, ModelSource) else open_model(source)
     resolved = parse_dtype(dtype or ("bfloat16" if major else "float32"))
-    settings = {"quantization": quantization}
-    kept = Kept.on("cuda" if major else "cpu", settings, source, capability=(major, 0))
+    settings = {"quantization": quantization, "batch_invariant_mode": is_invariant}
+    device = "cuda" if major else "cpu"
+    kept = Kept.on(device, settings, source, capability=(major, 0), dtype=resolved)
     nowhere = torch.device("meta")
     model = build_model(source.architecture, resolved, nowhere, layouts=kept.of_model)
     prompt = ((tokens - rows, tokens - rows),) if tokens > rows else ()

@@ -27,9 +27,21 @@ def keeps_on(device: str) -> bool:
 
 
 def chosen_quantization(
-    asked: str | None, source: ModelSource, device: str, transformer_impl: str = "local"
+    asked: str | None,
+    source: ModelSource,
+    device: str,
+    transformer_impl: str = "local",
+    is_default: bool = True,
 ) -> str | None:
     """The value of `quantization`, if it is possible; None: weights are decoded.
+
+    Args:
+        asked: by the user; None: `FILE` where `is_default` and the device keeps weights of the
+            source.
+        source: of the model.
+        device: by its name.
+        transformer_impl: of the model's layers.
+        is_default: the engine's other settings let it keep weights without being asked.
 
     Raises:
         ConfigurationError: "file" or "fp8" was asked for, and is not possible.
@@ -52,6 +64,8 @@ def chosen_quantization(
             f"quantization={asked!r} keeps weights that a Hugging Face folder holds quantised, with"
             f" transformer_impl='local'; {source.name} holds {formats}: leave it out."
         )
+    if asked is None and is_found and is_default and transformer_impl == "local":
+        return FILE
     return asked
 
 
@@ -76,6 +90,7 @@ class Kept(NamedTuple):
         source: ModelSource,
         transformer_impl: str = "local",
         capability: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> Kept:
         """Weights kept on a device.
 
@@ -85,12 +100,15 @@ class Kept(NamedTuple):
             source: of the model.
             transformer_impl: of its layers.
             capability: compute capability of the GPU; None: of that which is here.
+            dtype: of the model. One of 32 bits is asked for because of its precision, so weights
+                are decoded unless `settings` ask for another thing, as with batch_invariant_mode.
 
         Raises:
             ConfigurationError: as `chosen_quantization`.
         """
         asked = settings.get("quantization")
-        quantization = chosen_quantization(asked, source, device, transformer_impl)
+        is_default = dtype.itemsize == 2 and not settings.get("batch_invariant_mode")
+        quantization = chosen_quantization(asked, source, device, transformer_impl, is_default)
         if quantization not in (FILE, FP8) or not keeps_on(device):
             return cls(source, None)
         settings["quantization"] = quantization

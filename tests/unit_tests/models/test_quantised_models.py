@@ -185,6 +185,13 @@ def test_kernels_are_compiled_for_the_same_layouts(tmp_path: Path) -> None:
     convert(DENSE, tmp_path / "plain", to="huggingface", dtype="float32")
     source = open_model(quantised_folder(tmp_path / "plain", tmp_path / "m", "fp8 blocks"))
     kept_as = {"quantization": "file"}
+    for settings, dtype, default in (
+        ({}, torch.bfloat16, "file"), ({}, torch.float32, None),
+        ({"batch_invariant_mode": True}, torch.bfloat16, None), ({"quantization": "none"},
+        torch.bfloat16, None),
+    ):  # fmt: skip
+        found = Kept.on("cuda", settings, source, capability=(9, 0), dtype=dtype)
+        assert found.quantization == default, (settings, dtype)
     info = model_info(source, device="cuda", dtype="bfloat16", memory_gb=1, **kept_as)
     assert info.weight_bytes == Kept.on("cuda", kept_as, source, capability=(8, 0)).num_bytes(
         torch.bfloat16
@@ -338,7 +345,7 @@ def reference(folder: Path, scales: dict[str, float], tokens: list[int]) -> Tens
 def rounds(keeps, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of a CPU round rows, as a GPU's of FP8 do."""
     on = Kept.on
-    monkeypatch.setattr(Kept, "on", lambda *given: on(*given)._replace(rounds_rows=True))
+    monkeypatch.setattr(Kept, "on", lambda *given, **named: on(*given, **named)._replace(rounds_rows=True))
 
 
 @pytest.mark.parametrize("kind", STATIC)
@@ -400,14 +407,14 @@ def test_a_gpu_keeps_a_folder_and_says_what_the_decoded_one_says(kind: str, tmp_
     convert(DENSE, tmp_path / "plain", to="huggingface", dtype="bfloat16")
     folder = quantised_folder(tmp_path / "plain", tmp_path / "m", kind)
     said = {}
-    for quantization in ("file", "none"):
+    for quantization in (None, "none"):
         with LLM(str(folder), device="cuda", quantization=quantization) as llm:
             model = llm.engine.controller.inference_wrapped_model.model
             weights = (weight for _, weight in quantised_weights(model))
             kept = {(w.form.rounds_rows, w.input_scale is not None) for w in weights}
-            assert kept == ({(True, kind != "fp8 blocks")} if quantization == "file" else set())
+            assert kept == (set() if quantization else {(True, kind != "fp8 blocks")})
             said[quantization] = llm.score([list(range(40))])[0].prompt_log_probs
-    found, expected = (torch.tensor(said[word][1:]) for word in ("file", "none"))
+    found, expected = (torch.tensor(said[word][1:]) for word in (None, "none"))
     torch.testing.assert_close(found, expected, rtol=0, atol=0.1)
     new = {n: t.flip(0) for n, t in load_file(tmp_path / "plain" / MODEL).items()}
     with LLM(str(tmp_path / "plain"), device="cuda", quantization="fp8") as llm:
