@@ -476,9 +476,7 @@ def compile_ahead(
     if draft_layer is None and inference_config.get("speculative_method") == "mtp":
         draft_layer = shipped_draft_layer(model)
     source, weights = open_model(model, draft_layer), _resolve_dtype(dtype, "cuda")
-    kept = Kept.on(
-        "cuda", inference_config, source, capability=gpu["capability"], dtype=weights
-    )
+    kept = Kept.on("cuda", inference_config, source, capability=gpu["capability"], dtype=weights)
     config = _make_config(inference_config, "cuda", source, weights)
     if not choose_triton_folder():
         raise ConfigurationError(

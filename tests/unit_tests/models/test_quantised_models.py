@@ -345,7 +345,11 @@ def reference(folder: Path, scales: dict[str, float], tokens: list[int]) -> Tens
 def rounds(keeps, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of a CPU round rows, as a GPU's of FP8 do."""
     on = Kept.on
-    monkeypatch.setattr(Kept, "on", lambda *given, **named: on(*given, **named)._replace(rounds_rows=True))
+
+    def rounding_kept(*given: Any, **named: Any) -> Kept:
+        return on(*given, **named)._replace(rounds_rows=True)
+
+    monkeypatch.setattr(Kept, "on", rounding_kept)
 
 
 @pytest.mark.parametrize("kind", STATIC)
