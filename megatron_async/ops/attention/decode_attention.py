@@ -28,7 +28,10 @@ from megatron_async.ops.attention.decode_schedule import DecodeSchedule
 from megatron_async.ops.attention.join_parts import (
     JOIN_AT_ONCE,
     JOIN_CHUNK,
+    LOG2_E,
+    add_sink,
     add_tile,
+    bounded,
     is_last_part,
     join_kernel,
     join_one,
@@ -54,7 +57,6 @@ HEAD_TILE = 16
 """Query heads are padded to this many, the smallest tile of the matrix units."""
 WARPS = 4
 MAX_DIM = 256
-LOG2_E = 1.4426950408889634
 
 
 def decode_tile(dim: int) -> int:
@@ -64,7 +66,8 @@ def decode_tile(dim: int) -> int:
 
 class DecodeWorkspace:
     """The schedule and the partial results of its parts, for decode rows of up to `max_width` query
-    tokens; made once, used by every layer in turn. `part` and `longest` are `DecodeSchedule`'s."""
+    tokens; made once, used by every layer in turn. `part`, `longest` and `window` are
+    `DecodeSchedule`'s."""
 
     def __init__(
         self,
@@ -76,9 +79,12 @@ class DecodeWorkspace:
         max_width: int = 1,
         part: int = 0,
         longest: int = 0,
+        window: int = 0,
     ) -> None:
         tile = decode_tile(dim)
-        self.schedule = DecodeSchedule(max_rows, kv_heads, tile, device, part, longest)
+        if window:
+            longest = min(longest, window + max_width + part)
+        self.schedule = DecodeSchedule(max_rows, kv_heads, tile, device, part, longest, window)
         self.heads, self.max_width = heads, max_width
         shape = (self.schedule.slots, heads * max_width)
         self.output = torch.empty((*shape, dim), dtype=torch.float32, device=device)
@@ -101,8 +107,11 @@ def paged_decode_attention(
     first_key: int = 0,
     is_beside: bool = False,
     scales: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> None:
-    """Attention of decode rows over the paged cache; their lengths are those of the schedule.
+    """Attention of decode rows over the paged cache; their lengths are those of the schedule, and
+    so is the window.
 
     Args:
         query: `[rows * width, heads, dim]`, contiguous, the query tokens of a row as neighbours;
@@ -123,6 +132,7 @@ def paged_decode_attention(
             `ops/attention/prefill_attention.py` does) and writes nothing that this one reads or
             writes. Then both run at the same time, and this one ends behind the other.
         scales: of caches in e4m3 (`narrow_cache.py`).
+        sinks, softcap: of `TorchPagedAttention`.
 
     Raises:
         ValueError: shapes, dtypes or strides that the kernel cannot serve.
@@ -146,8 +156,9 @@ def paged_decode_attention(
         schedule.items,
         schedule.splits,
         schedule.items if positions is None else positions,
-        scale * LOG2_E,
+        scale * LOG2_E.value,
         query if scales is None else scales,
+        sinks,
         out,
         workspace.output,
         workspace.maximum,
@@ -164,6 +175,8 @@ def paged_decode_attention(
         part=schedule.part,
         at_once=JOIN_AT_ONCE if schedule.part else 1,
         first_key=first_key,
+        window=schedule.window,
+        softcap=softcap,
         joins=joins,
         is_settled=is_settled,
         is_beside=is_beside,
@@ -180,8 +193,11 @@ def paged_decode_attention(
         workspace.total,
         schedule.splits,
         out,
+        sinks,
         units,
         heads=heads * width,
+        width=width,
+        more=0 if scales is None else WEIGHT_BITS.value,
         dim=dim,
         dim_tile=dim_tile,
         chunk=JOIN_CHUNK,
@@ -275,6 +291,7 @@ def _parts_kernel(
     positions: tl.tensor,
     scale: tl.tensor,
     scales: tl.tensor,
+    sinks: tl.tensor,
     out: tl.tensor,
     part_output: tl.tensor,
     part_maximum: tl.tensor,
@@ -291,6 +308,8 @@ def _parts_kernel(
     part: tl.constexpr,
     at_once: tl.constexpr,
     first_key: tl.constexpr,
+    window: tl.constexpr,
+    softcap: tl.constexpr,
     joins: tl.constexpr,
     is_settled: tl.constexpr,
     is_beside: tl.constexpr,
@@ -306,6 +325,9 @@ def _parts_kernel(
     end, slot = tl.load(item + 2), tl.load(item + 3)
     table = tables + row.to(tl.int64) * table_stride
     offset = tl.arange(0, tile)
+    if window > 0:
+        begin = start  # the first key that is seen
+        start = start // tile * tile
     # A lookup inside the loop would take a stage of its pipeline: block numbers are read one tile
     # ahead, one number where a tile lies in one block.
     if block_size % tile == 0:
@@ -329,6 +351,9 @@ def _parts_kernel(
         value_cache = value_cache.to(tl.pointer_type(tl.int16))
     else:
         value_scale = None
+    if softcap > 0:
+        own_scale = scale
+        scale = tl.full((), LOG2_E, tl.float32)
     if row >= 0:
         member = tl.arange(0, head_tile)
         column = tl.arange(0, dim_tile)
@@ -359,6 +384,8 @@ def _parts_kernel(
         for first in range(start, end, tile):
             position = first + offset
             exists = position < end
+            if window > 0:
+                exists = exists & (position >= begin)
             following = position + tile
             if block_size % tile == 0:
                 token = block.to(tl.int64) * block_size + first % block_size + offset
@@ -383,6 +410,8 @@ def _parts_kernel(
                     score *= back[:, None]
             else:
                 score = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if softcap > 0:
+                score = bounded(score, own_scale, softcap)
             if part == 0:
                 score *= scale
             if width > 1:
@@ -390,6 +419,8 @@ def _parts_kernel(
                 if first_key > 0:
                     begins = tl.minimum(visible - 1, first_key)
                     seen = seen & (position[None, :] >= begins[:, None])
+                if window > 0:
+                    seen = seen & (position[None, :] >= visible[:, None] - window)
                 score = tl.where(seen, score, -float("inf"))
                 new_maximum = tl.maximum(maximum, tl.max(score, 1))
                 # A query token may see nothing of a part: its weights are 0, and no NaN.
@@ -415,7 +446,10 @@ def _parts_kernel(
                 # No branch: the loop's loads stay in their pipeline.
                 ends = ((first + tile) % part == 0) | (first + tile >= end)
                 is_stored = ends & (slot >= 0)
-                at = (slot + (first - start) // part).to(tl.int64) * heads
+                if window > 0:
+                    at = (slot + first // part - start // part).to(tl.int64) * heads
+                else:
+                    at = (slot + (first - start) // part).to(tl.int64) * heads
                 tl.store(part_maximum + at + head, maximum, mask=is_stored & is_member)
                 tl.store(part_total + at + head, total, mask=is_stored & is_member)
                 tl.store(part_output + at * dim + place, whole, mask=is_stored & inside)
@@ -444,7 +478,18 @@ def _parts_kernel(
             total, gathered = joined_total, joined
         elif narrow:
             gathered = tl.reshape(tl.join(gathered, odd), (head_tile, dim_tile))
+        if sinks is not None:
+            sink = tl.load(sinks + kv_head * group + member % group, mask=is_member, other=0.0)
+            if part == 0:
+                sink += more / LOG2_E  # totals are larger by so many powers of two
+        else:
+            sink = None
         if slot < 0:
+            if sinks is not None:
+                if part > 0:
+                    total = add_sink(total, joined_maximum, sink, scale)
+                else:
+                    total = add_sink(total, maximum, sink, 1.0)
             result = gathered / tl.maximum(total, 1e-30)[:, None]
             if narrow:
                 result *= value_scale
@@ -454,6 +499,8 @@ def _parts_kernel(
                 first_slot, parts = tl.load(splits + row * 2), tl.load(splits + row * 2 + 1)
             if part > 0:
                 own = tl.cdiv(end - start, part)
+                if window > 0:
+                    own = tl.cdiv(end, part) - start // part
             else:
                 own = 1
                 tl.store(part_maximum + slot * heads + head, maximum, mask=is_member)
@@ -466,7 +513,7 @@ def _parts_kernel(
                 if is_last_part(counter, parts, own):
                     result = join_parts(
                         part_output, part_maximum, part_total, first_slot, parts, head, place,
-                        inside, heads, dim, at_once, scale if part > 0 else 1.0,
+                        inside, heads, dim, at_once, scale if part > 0 else 1.0, sink,
                     )  # fmt: skip
                     if narrow:
                         result *= value_scale

@@ -57,16 +57,18 @@ class DecodeSchedule:
         device: torch.device,
         part: int = 0,
         longest: int = 0,
+        window: int = 0,
     ) -> None:
         """`tile`: tokens that a program takes together; parts are whole tiles. `part`: tokens of
         each part, from a row's first on; 0: parts are as long as the batch wants. `longest`: most
-        tokens of a row; read with `part`."""
+        tokens of a row that are read; read with `part`. `window`: keys that a query sees; 0:
+        all."""
         if part % tile:
             raise ValueError(f"DecodeSchedule: parts of {part} tokens are not tiles of {tile}.")
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.extra = -(-PROGRAMS_A_PROCESSOR * self.processors // kv_heads)
         self.kv_heads = kv_heads
-        self.tile, self.part = tile, part
+        self.tile, self.part, self.window = tile, part, window
         # A row of n > 1 items has over n / 2 shares; of rows of several items are less than shares.
         self.slots = self.extra * triton.cdiv(longest, part) if part else 2 * self.extra
         self.rows = 0
@@ -85,10 +87,11 @@ class DecodeSchedule:
         programs = 1 if self.is_full else PROGRAMS_A_PROCESSOR
         return -(-programs * self.processors // self.kv_heads)
 
-    def update(self, kv_lengths: Tensor, limit: Tensor | None = None) -> None:
+    def update(self, kv_lengths: Tensor, limit: Tensor | None = None, width: int = 1) -> None:
         """Launch the kernel that makes the schedule of rows of these lengths, int32 `[rows]`,
         contiguous; a row of no tokens is fine. Rows from `limit`'s first element on, int32, have no
-        items, and their output is not written."""
+        items, and their output is not written. The last `width` tokens of a row are its queries:
+        with a window its first item begins at the first key that one of them sees."""
         rows = kv_lengths.numel()
         if not 0 < rows <= self.max_rows:
             raise ValueError(
@@ -115,6 +118,7 @@ class DecodeSchedule:
             item_tile=item_tile,
             unit=self.part or self.tile,
             part=self.part,
+            in_window=self.window + width - 1 if self.window else 0,
             has_limit=limit is not None,
             **launch_options(kv_lengths),
         )
@@ -132,10 +136,12 @@ def _schedule_kernel(
     item_tile: tl.constexpr,
     unit: tl.constexpr,
     part: tl.constexpr,
+    in_window: tl.constexpr,
     has_limit: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    """Items of whole units, of `part` tokens or of tiles."""
+    """Items of whole units, of `part` tokens or of tiles. A row's last `in_window` tokens are read;
+    0: all."""
     wait_for_previous(overlap)
     # Every program works out all rows, and then its own items.
     row = tl.arange(0, row_tile)
@@ -145,6 +151,10 @@ def _schedule_kernel(
     key = tl.sort(length.to(tl.int64) * row_tile + (row_tile - 1 - row), descending=True)
     row = row_tile - 1 - (key & (row_tile - 1)).to(tl.int32)
     length = tl.maximum(key // row_tile, 0).to(tl.int32)
+    if in_window > 0:
+        begin = tl.maximum(length - in_window, 0)
+        before = begin // unit * unit
+        length -= before
     largest = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(length, 0), shares), unit), 1) * unit
     wanted = tl.maximum(tl.cdiv(length, largest), 1)
     # As equal as whole units allow; the rounding can make the last item of `wanted` needless.
@@ -162,6 +172,10 @@ def _schedule_kernel(
     here = (nth >= 0) & (nth < parts[None, :])  # true for one row at most
     start = nth * share[None, :]
     end = tl.minimum(start + share[None, :], length[None, :])
+    in_row = start
+    if in_window > 0:
+        end += before[None, :]
+        start = tl.maximum(start + before[None, :], begin[None, :])
     exists = item < rows + shares
     found = tl.sum(tl.where(here, row[None, :] + 1, 0), 1) - 1
     tl.store(items + item * 4, found, mask=exists)
@@ -172,7 +186,7 @@ def _schedule_kernel(
         parts = tl.where(parts > 1, tl.cdiv(length, part), parts)
         in_split = tl.where(parts > 1, parts, 0)
         first = tl.cumsum(in_split, 0) - in_split
-        slot = tl.sum(tl.where(here, first[None, :] + start // part, 0), 1)
+        slot = tl.sum(tl.where(here, first[None, :] + in_row // part, 0), 1)
     tl.store(items + item * 4 + 3, tl.where(item < num_split, slot, -1), mask=exists)
     if tl.program_id(0) == 0:
         split = splits + row * 2

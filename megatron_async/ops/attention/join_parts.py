@@ -21,6 +21,7 @@ barrier: 1.4 microseconds a layer at 1 to 16 rows, where 2 to 4 warps and a pass
 maxima took 2.8 to 5.6."""
 
 
+LOG2_E = tl.constexpr(1.4426950408889634)
 IN_BITS_OF_TWO = tl.constexpr(0x40000000)
 """2.0 in float32."""
 
@@ -81,6 +82,23 @@ def weigh_tile(
 
 
 @triton.jit
+def bounded(score: tl.tensor, scale: tl.tensor, softcap: tl.constexpr) -> tl.tensor:
+    """`softcap` * tanh(score * scale / `softcap`), of a scale for powers of two; what is bounded
+    has the scale LOG2_E. By one exponential, whose error is some 1e-7 of the bound."""
+    power = tl.exp2(score * (scale * (2.0 / softcap)))
+    return softcap - (2.0 * softcap) / (power + 1.0)
+
+
+@triton.jit
+def add_sink(
+    total: tl.tensor, maximum: tl.tensor, sink: tl.tensor, scale: tl.tensor
+) -> tl.tensor:
+    """The total of whole rows with their heads' sinks, scores that have no value. `maximum`: before
+    `scale`, which is for powers of two."""
+    return total + tl.exp2(tl.fma(-maximum, scale, sink * LOG2_E))
+
+
+@triton.jit
 def add_tile(
     score: tl.tensor,
     v: tl.tensor,
@@ -113,10 +131,12 @@ def join_parts(
     dim: tl.constexpr,
     at_once: tl.constexpr = 1,
     scale: tl.tensor = 1.0,
+    sink: tl.tensor = None,
 ) -> tl.tensor:
     """Sum of parts in their order, float32 `[members, dim]`: of slots from `first_slot` on, each of
     `heads` rows of `dim`, the rows `head`, whose elements are at `place` where `inside`. Of many
-    parts `at_once` are asked for at once. `scale`: of `join_one`."""
+    parts `at_once` are asked for at once. `scale`: of `join_one`. `sink`: of each member, or None;
+    it counts once, whatever the parts."""
     members: tl.constexpr = inside.shape[0]
     size: tl.constexpr = inside.shape[1]
     maximum = tl.full((members,), -float("inf"), tl.float32)
@@ -145,6 +165,8 @@ def join_parts(
             maximum, total, gathered = join_one(
                 maximum, total, gathered, maxima[step], totals[step], outputs[step], scale
             )
+    if sink is not None:
+        total = add_sink(total, maximum, sink, scale)
     return gathered / tl.maximum(total, 1e-30)[:, None]
 
 
@@ -165,15 +187,20 @@ def join_kernel(
     part_total: tl.tensor,
     splits: tl.tensor,
     out: tl.tensor,
+    sinks: tl.tensor,
     units: tl.tensor,
     heads: tl.constexpr,
+    width: tl.constexpr,
+    more: tl.constexpr,
     dim: tl.constexpr,
     dim_tile: tl.constexpr,
     chunk: tl.constexpr,
     is_settled: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    """One head of one row at a time: the sum of its parts, by their maxima and totals."""
+    """One head of one row at a time: the sum of its parts, by their maxima and totals. `heads`:
+    those of each of the row's `width` query tokens, end to end. Totals and outputs are 2^`more` as
+    large as weights of at most 1 make them."""
     if not is_settled:
         wait_for_previous(overlap)
     unit = tl.program_id(0)
@@ -204,6 +231,9 @@ def join_kernel(
                 total = total * shrink + tl.sum(its_total * weight, 0)
                 gathered = gathered * shrink + tl.sum(output * weight[:, None], 0)
                 maximum = new_maximum
+            if sinks is not None:
+                sink = tl.load(sinks + head % (heads // width)) + more / LOG2_E
+                total = add_sink(total, maximum, sink, 1.0)
             result = gathered / tl.maximum(total, 1e-30)
             target = out + unit * dim + column
             tl.store(target, result.to(out.dtype.element_ty), mask=column < dim)

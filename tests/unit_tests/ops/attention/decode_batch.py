@@ -43,9 +43,9 @@ class Batch:
 
     def __init__(
         self, longest, rows, block_size, kv_heads, group, dim, dtype, device, count=132, seed=0,
-        width=1, first_key=0, part=0, is_narrow=False,
+        width=1, first_key=0, part=0, is_narrow=False, window=0, softcap=0.0, has_sinks=False,
     ):  # fmt: skip
-        self.first_key = first_key
+        self.first_key, self.window, self.softcap = first_key, window, softcap
         self.generator = torch.Generator().manual_seed(seed)
         self.kv_heads, self.group, self.dim, self.device = kv_heads, group, dim, device
         self.block_size, self.scale, self.width = block_size, dim**-0.5, width
@@ -63,8 +63,11 @@ class Batch:
         self.out = torch.full_like(self.query, float("nan"))
         with processors(count):
             self.workspace = DecodeWorkspace(
-                rows, kv_heads * group, kv_heads, dim, device, width, part, longest
+                rows, kv_heads * group, kv_heads, dim, device, width, part, longest, window
             )
+        self.sinks = None
+        if has_sinks:
+            self.sinks = (3 * self.random(kv_heads * group)).to(device)
         for tensor in (self.workspace.output, self.workspace.maximum, self.workspace.total):
             tensor.fill_(float("nan"))
         for tensor in (self.workspace.schedule.items, self.workspace.schedule.splits):
@@ -81,6 +84,9 @@ class Batch:
         order = torch.randperm(self.blocks, generator=self.generator)
         query = (query_scale * self.random(*self.query.shape)).to(self.query.dtype)
         expected = torch.zeros(self.query.shape, dtype=torch.float64)
+        sinks = torch.full((query.size(1), 1), -torch.inf, dtype=torch.float64)
+        if self.sinks is not None:
+            sinks = self.sinks.cpu().double()[:, None]
         for row, length in enumerate(lengths):
             used = -(-length // self.block_size)
             tables[row, :used], order = order[:used], order[used:]
@@ -100,9 +106,19 @@ class Batch:
                     token, last = row * self.width + j, max(length - self.width + j, 0)
                     self.positions[token] = last
                     seen = slice(min(self.first_key, last), last + 1)
+                    if self.window:
+                        seen = slice(max(last + 1 - self.window, 0), last + 1)
                     seen_k, seen_v = k[seen], v[seen]
                     score = torch.einsum("hd,nhd->hn", query[token].double(), seen_k) * self.scale
-                    expected[token] = torch.einsum("hn,nhd->hd", score.softmax(1), seen_v)
+                    if self.softcap:
+                        score = self.softcap * torch.tanh(score / self.softcap)
+                    weight = torch.cat((score, sinks), 1).softmax(1)[:, :-1]
+                    expected[token] = torch.einsum("hn,nhd->hd", weight, seen_v)
+                # What no query sees is not this row's any more: blocks are given away.
+                if self.window and (dead := max(length - self.width - self.window + 1, 0)):
+                    tables[row, : dead // self.block_size] = 2**30
+                    for cache in keys, values:
+                        cache.flatten(0, 1)[cells[:dead]] = torch.nan
         self.keys.copy_(keys)
         self.values.copy_(values)
         self.tables.copy_(tables)
@@ -112,7 +128,7 @@ class Batch:
         return expected
 
     def run(self, is_settled=False):
-        self.workspace.schedule.update(self.lengths)
+        self.workspace.schedule.update(self.lengths, width=self.width)
         if is_settled:
             self.out.fill_(float("nan"))  # a kernel between
         self.attend(is_settled)
@@ -130,6 +146,8 @@ class Batch:
             self.positions if self.width > 1 else None,
             self.first_key,
             scales=self.scales,
+            sinks=self.sinks,
+            softcap=self.softcap,
         )
 
     def check(self, expected):

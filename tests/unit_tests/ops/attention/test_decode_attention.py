@@ -127,21 +127,21 @@ def row_alone(batch, row, count, width=1):
     heads, longest = batch.kv_heads * batch.group, batch.block_size * batch.tables.size(1)
     with processors(count):
         alone.workspace = DecodeWorkspace(
-            1, heads, batch.kv_heads, batch.dim, batch.device, width, PART, longest
+            1, heads, batch.kv_heads, batch.dim, batch.device, width, PART, longest, batch.window
         )
     alone.run()
     return alone.out
 
 
-@pytest.mark.parametrize("width", [1, 3])
-def test_parts_of_their_own_length(width, device, matrix_units):
+@pytest.mark.parametrize(("width", "window"), [(1, 0), (3, 0), (3, 300)])
+def test_parts_of_their_own_length(width, window, device, matrix_units):
     """A row has the same bits in any company, on any device and in any width: as a whole, or its
     parts among several programs."""
     lengths, dtype = [3, 64, 65, 350, 32, 620, 127], torch.float16
     runs = []
     for count in (1, 6, 40):
         batch = Batch(620, len(lengths), 64, 1, 3, 160, dtype, device, count,
-                      width=width, part=PART)  # fmt: skip
+                      width=width, part=PART, window=window, has_sinks=window > 0)  # fmt: skip
         expected = batch.refill(lengths, query_scale=3.0)
         batch.run()
         batch.check(expected)

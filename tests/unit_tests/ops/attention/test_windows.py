@@ -1,0 +1,34 @@
+"""Windows, sinks and softcaps of the kernels, beside a softmax in float64."""
+
+import pytest
+import torch
+
+from tests.unit_tests.ops.attention.decode_batch import Batch
+
+PART = 128
+LENGTHS = [1, 63, 64, 65, 128, 129, 0, 330]
+"""At, below and above the borders of blocks and of windows."""
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize(
+    ("window", "softcap", "has_sinks", "block_size", "dim"),
+    [
+        (64, 0.0, True, 64, 64),
+        (65, 0.0, False, 16, 32),
+        (127, 2.0, False, 48, 80),
+        (1, 0.0, True, 64, 32),
+        (0, 2.0, True, 64, 32),
+    ],
+)
+@pytest.mark.parametrize(("count", "part"), [(6, 0), (132, 0), (60, PART)])
+def test_decode(window, softcap, has_sinks, block_size, dim, count, width, part, device):
+    """Break it: a sink in each part of a row, a window from the last query token, or a key more."""
+    batch = Batch(
+        max(LENGTHS), len(LENGTHS), block_size, 2, 3, dim, torch.float32, device, count,
+        width=width, part=part, window=window, softcap=softcap, has_sinks=has_sinks,
+    )  # fmt: skip
+    expected = batch.refill(LENGTHS, query_scale=3.0)
+    batch.run(is_settled=count == 6)
+    batch.check(expected)
+    assert not batch.workspace.arrived.any()
