@@ -446,10 +446,8 @@ def _parts_kernel(
                 # No branch: the loop's loads stay in their pipeline.
                 ends = ((first + tile) % part == 0) | (first + tile >= end)
                 is_stored = ends & (slot >= 0)
-                if window > 0:
-                    at = (slot + first // part - start // part).to(tl.int64) * heads
-                else:
-                    at = (slot + (first - start) // part).to(tl.int64) * heads
+                # A window may begin within a part, whose item then ends where another part does.
+                at = (slot + (first - start) // part).to(tl.int64) * heads
                 tl.store(part_maximum + at + head, maximum, mask=is_stored & is_member)
                 tl.store(part_total + at + head, total, mask=is_stored & is_member)
                 tl.store(part_output + at * dim + place, whole, mask=is_stored & inside)
@@ -499,8 +497,6 @@ def _parts_kernel(
                 first_slot, parts = tl.load(splits + row * 2), tl.load(splits + row * 2 + 1)
             if part > 0:
                 own = tl.cdiv(end - start, part)
-                if window > 0:
-                    own = tl.cdiv(end, part) - start // part
             else:
                 own = 1
                 tl.store(part_maximum + slot * heads + head, maximum, mask=is_member)

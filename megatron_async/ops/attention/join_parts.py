@@ -90,9 +90,7 @@ def bounded(score: tl.tensor, scale: tl.tensor, softcap: tl.constexpr) -> tl.ten
 
 
 @triton.jit
-def add_sink(
-    total: tl.tensor, maximum: tl.tensor, sink: tl.tensor, scale: tl.tensor
-) -> tl.tensor:
+def add_sink(total: tl.tensor, maximum: tl.tensor, sink: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """The total of whole rows with their heads' sinks, scores that have no value. `maximum`: before
     `scale`, which is for powers of two."""
     return total + tl.exp2(tl.fma(-maximum, scale, sink * LOG2_E))
