@@ -36,7 +36,7 @@ def test_decode(window, softcap, has_sinks, block_size, dim, count, width, part,
 
 @pytest.mark.parametrize(("count", "part"), [(6, 0), (132, 0), (60, PART)])
 def test_decode_of_a_narrow_cache(count, part, device):
-    """Its totals are larger by a power of two, and so are sinks."""
+    """Totals of a narrow cache are larger by a power of two, and so are sinks."""
     batch = Batch(330, len(LENGTHS), 64, 2, 3, 64, torch.float16, device, count, width=2, part=part,
                   is_narrow=True, window=65, has_sinks=True)  # fmt: skip
     expected = batch.refill(LENGTHS)
