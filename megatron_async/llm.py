@@ -507,8 +507,6 @@ def _make_config(
     check_engine_names(values, [*of_llm, *of_config])
     architecture = source.architecture
     longest = architecture.max_position_embeddings
-    if architecture.sliding_window is not None:
-        longest = min(longest, architecture.sliding_window)
     asked = values.get("max_sequence_length")
     checked = InferenceConfig(**{n: value for n, value in values.items() if value is not None})
     cache = cache_dtype(checked.kv_cache_dtype, source)
@@ -521,6 +519,6 @@ def _make_config(
     elif isinstance(asked, int) and asked > longest:
         raise ConfigurationError(
             f"max_sequence_length={asked}, but this model serves at most {longest} tokens (its "
-            "trained positions or attention window): lower max_sequence_length."
+            "trained positions): lower max_sequence_length."
         )
     return InferenceConfig(**{**values, "device": device})

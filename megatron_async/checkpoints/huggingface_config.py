@@ -305,7 +305,7 @@ def _transformer(config: Settings, family: Family) -> dict[str, Any]:
         "layernorm_epsilon": config.number("rms_norm_eps"),
         "add_qkv_bias": family.add_qkv_bias,
         "qk_layernorm": family.qk_layernorm,
-        "sliding_window": _sliding_window(config, layers),
+        **_windows(config, layers),
         **(read_experts(config, layers) if family.has_experts else {}),
     }
 
@@ -360,8 +360,22 @@ def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
     if defaults["attention_bias"]:
         config["attention_bias"] = True
     if "use_sliding_window" in defaults:
-        config["use_sliding_window"] = a.sliding_window is not None
-        config["max_window_layers"] = 0 if a.sliding_window is not None else a.num_layers
+        windows = a.attention_windows
+        config["use_sliding_window"] = any(windows)
+        config["max_window_layers"] = windows.count(0)
+        if "layer_types" in defaults:
+            config["layer_types"] = [SLIDING if window else FULL for window in windows]
+        elif any(windows[: windows.count(0)]):
+            raise CheckpointError(
+                f"a {a.model_type} model with window_attn_skip_freq = {a.window_attn_skip_freq} "
+                "has no Hugging Face form, which has full layers first; convert to torch_dist "
+                "instead"
+            )
+    elif a.window_attn_skip_freq is not None and 0 in a.attention_windows:
+        raise CheckpointError(
+            f"a {a.model_type} model with window_attn_skip_freq = {a.window_attn_skip_freq} has "
+            "no Hugging Face form, whose layers are alike; convert to torch_dist instead"
+        )
     return config | write_experts(a) | write_mtp(a)
 
 
@@ -412,18 +426,19 @@ def _family(config: dict[str, Any], where: str) -> Family:
     raise CheckpointError(f"{where}: {value} is not supported; families that are: {supported}")
 
 
-def _sliding_window(config: Settings, layers: int) -> int | None:
+def _windows(config: Settings, layers: int) -> dict[str, Any]:
+    """The window, and which layers have it."""
     window = None
     if not config.knows("sliding_window"):
-        return window
+        return {}
     if config.get("sliding_window") is not None:
         window = config.size("sliding_window")
     if not config.knows("use_sliding_window"):
-        return window
+        return {"sliding_window": window}
     if not config.flag("use_sliding_window"):
         window = None
     if not config.knows("max_window_layers"):
-        return window
+        return {"sliding_window": window}
     full, listed = config.whole("max_window_layers"), config.get("layer_types")
     kinds = [FULL if window is None or n < full else SLIDING for n in range(layers)]
     if listed is not None:
@@ -432,13 +447,8 @@ def _sliding_window(config: Settings, layers: int) -> int | None:
             raise config.error("layer_types", f"must be a list of {FULL!r} and {SLIDING!r}", kinds)
         config.check_listed(len(kinds), layers)
     if SLIDING not in kinds:
-        return None
+        return {}
     if window is None:
         raise config.error("layer_types", "needs sliding_window and use_sliding_window", kinds)
-    if FULL in kinds:
-        raise CheckpointError(
-            f"{config.where}: a mixture of full and sliding-window layers (layer_types or "
-            "max_window_layers) is not supported; set use_sliding_window to false to serve the "
-            "model with full attention"
-        )
-    return window
+    listed = tuple(int(kind == SLIDING) for kind in kinds)
+    return {"sliding_window": window, "window_attn_skip_freq": None if all(listed) else listed}

@@ -119,7 +119,7 @@ def architecture_from_args(
         layernorm_zero_centered_gamma=is_centered,
         tie_word_embeddings=not _flag(args, "untie_embeddings_and_output_weights", where),
         max_position_embeddings=_size(args, "max_position_embeddings", where),
-        sliding_window=_window(args, where),
+        **_windows(args, layers, where),
         eos_token_ids=eos_token_ids,
         pattern=pattern,
         activation=activation,
@@ -222,18 +222,27 @@ def _renamed(args: Mapping[str, Any], name: str, default: Any) -> Any:
     return args.get(RENAMED[name], default) if value is None else value
 
 
-def _window(args: Mapping[str, Any], where: str) -> int | None:
-    """Tokens that a token sees, itself among them. Megatron counts those before it."""
+def _windows(args: Mapping[str, Any], layers: int, where: str) -> dict[str, Any]:
+    """Tokens that a token sees, itself among them (Megatron counts those before it), and the layers
+    in which it sees no others."""
     window = args.get("window_size")
     window = tuple(window) if isinstance(window, list) else window
     if window is None or window == (-1, -1):
-        return None
+        return {}
     if not (isinstance(window, tuple) and len(window) == 2 and window[0] > 0 and window[1] == 0):
         raise CheckpointError(
             f"{where}: window_size = {window!r} is not supported (only None, (-1, -1), or (n, 0) "
             "with n > 0)"
         )
-    return int(window[0]) + 1
+    skips = args.get("window_attn_skip_freq")
+    skips = tuple(skips) if isinstance(skips, list) else skips
+    listed = skips if isinstance(skips, tuple) else (1,) * layers
+    if len(listed) != layers or any(type(each) is not int for each in (skips or 1, *listed)):
+        raise CheckpointError(
+            f"{where}: window_attn_skip_freq = {skips!r:.200} must be None, a whole number of 1 or "
+            f"more, or a list of 0 and 1 for the {layers} layers"
+        )
+    return {"sliding_window": int(window[0]) + 1, "window_attn_skip_freq": skips}
 
 
 def _experts(args: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -86,6 +86,7 @@ were called before."""
 ONLY_IN_SOME = (
     *SIZE_DEFAULTS, "mamba_num_heads", "linear_attention_freq",
     "num_layers", "num_query_groups", "rope_scaling_factor", "hybrid_override_pattern",
+    "window_attn_skip_freq",
     "mtp_use_repeated_layer", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk",
     "moe_router_topk_scaling_factor", "moe_router_load_balancing_type", "moe_router_pre_softmax",
     "moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size",
@@ -99,8 +100,6 @@ _REASONS: dict[str, str] = {
         original_max_position_embeddings relative_attention_* q_lora_rank kv_lora_rank qk_head_dim
         qk_pos_emb_head_dim v_head_dim cache_mla_latents dsa_* gdp_* mup_* mhc_* retro_*
         moe_token_drop_policy moe_pad_expert_input_to_capacity""",
-    "no sequence is served that is longer than the window, whichever layers have one": """
-        window_attn_skip_freq""",
     "it is noise for training: no answer is better by it": """
         moe_input_jitter_eps""",
     "other arguments say the same": """

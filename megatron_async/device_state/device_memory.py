@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_async.choices import Choices
 from megatron_async.config import InferenceConfig
 from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout, ring_words
+from megatron_async.device_state.cache_layout import cache_layout
 from megatron_async.device_state.device_slots import DeviceSlots
 from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.device_state.kv_cache import (
@@ -32,6 +33,7 @@ from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.models.batch_invariance import check_batch_invariance
 from megatron_async.models.partition import (
     is_recurrent,
+    layer_windows,
     local_heads,
     mtp_kv_layers,
     recurrent_layers,
@@ -93,7 +95,8 @@ def make_gpu_view(
     # What each slot takes comes first; blocks share what is left.
     num_blocks = _num_blocks(model, config, device, states)
     states.allocate()
-    kv_cache = PagedKVCache(block_shape(model, config), num_blocks, pools)
+    layout = cache_layout(layer_windows(model), stage_of(model).index)
+    kv_cache = PagedKVCache(block_shape(model, config), num_blocks, pools, layout)
     slots = DeviceSlots(
         config.max_requests,
         max_blocks,
@@ -117,7 +120,10 @@ def make_gpu_view(
         kv_cache,
         RotaryTable(described_frequencies(model), config.max_sequence_length, device.torch_device),
         model.layernorm_epsilon,
-        _make_attention(model, config, device, max_blocks, choices),
+        tuple(
+            _make_attention(model, config, device, max_blocks, choices, window=window)
+            for window in layout.windows
+        ),
         pools,
         states,
         device.host_buffer(math.prod(samples), torch.int32).view(samples),
@@ -276,6 +282,7 @@ def _make_attention(
     max_blocks: int,
     choices: Choices,
     first_key: int = 0,
+    window: int = 0,
 ) -> TorchPagedAttention:
     if device.torch_device.type in ("cpu", "meta"):  # meta: no memory, no model; nothing runs
         if config.attention_backend not in (None, "torch"):
@@ -284,8 +291,13 @@ def _make_attention(
                 "out."
             )
         size = config.block_size_tokens
-        if not compiles() or model.params_dtype != torch.float32 or config.has_fp8_cache:
-            return TorchPagedAttention(size, max_blocks, device.torch_device, first_key)
+        if (
+            not compiles()
+            or model.params_dtype != torch.float32
+            or config.has_fp8_cache
+            or any(map(any, layer_windows(model)))  # the compiled loops have one table, no window
+        ):
+            return TorchPagedAttention(size, max_blocks, device.torch_device, first_key, window)
         # Layers are compiled where their weights have 8 bits or less.
         takes_chunks = config.quantization is not None
         return HostPagedAttention(size, max_blocks, device.torch_device, first_key, takes_chunks)
@@ -309,6 +321,7 @@ def _make_attention(
         device.torch_device,
         INVARIANT_PART if config.batch_invariant_mode else 0,
         config.has_fp8_cache,
+        window,
     )
     if first_key:
         # The other backends have no such mask.

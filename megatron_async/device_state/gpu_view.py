@@ -6,6 +6,7 @@ compute stream; bookkeeping never reads it.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, override
 
 import torch
@@ -43,7 +44,7 @@ class ContextGPUView(PagedStepView, RecurrentStepView):
         kv_cache: the paged cache.
         rotary: table of the rotary embedding that the model's configuration describes.
         norm_eps: epsilon of the model's q/k norms.
-        attention: the attention backend.
+        attentions: the attention backend of each block table.
         pools: memory of cache and states.
         states: slot states: data that steps leave for later steps, by slot.
         host_samples: as `sample_ring`, host memory.
@@ -76,14 +77,14 @@ class ContextGPUView(PagedStepView, RecurrentStepView):
         kv_cache: PagedKVCache,
         rotary: RotaryTable,
         norm_eps: float,
-        attention: TorchPagedAttention,
+        attentions: tuple[TorchPagedAttention, ...],
         pools: Pools,
         states: SlotStates,
         host_samples: Tensor,
         ops: Ops,
         draft_attentions: tuple[TorchPagedAttention, ...] = (),
     ) -> None:
-        super().__init__(kv_cache, norm_eps, attention, ops)
+        super().__init__(kv_cache, norm_eps, attentions, ops)
         device, ring = slots.last_token.device, config.steps_in_flight
         self.config = config
         self.max_sequence_length = config.max_sequence_length
@@ -110,17 +111,19 @@ class ContextGPUView(PagedStepView, RecurrentStepView):
     @property
     def captures_prefill(self) -> bool:
         """Whether steps with prefill chunks can be captured."""
-        return self._attention.captures_prefill
+        return all(attention.captures_prefill for attention in self._attentions)
 
     @property
     def prefill_backends(self) -> tuple[str, ...]:
         """Names of the attention backends of prefill chunks, by class of steps; () on a CPU."""
-        return self._attention.prefill_backends
+        named = [attention.prefill_backends for attention in self._attentions]
+        return tuple(chain.from_iterable(dict.fromkeys(named)))
 
     @property
     def attention_report(self) -> str | None:
         """Which attention backends were chosen, and why; None where there was no choice."""
-        return self._attention.report
+        told = dict.fromkeys(filter(None, (each.report for each in self._attentions)))
+        return "\n".join(told) or None
 
     # ---- One step ----------------------------------------------------------------------------
 
@@ -169,7 +172,8 @@ class ContextGPUView(PagedStepView, RecurrentStepView):
             self.kv_cache.block_tokens,
         )
         starts = step.prefill_starts if dims.prefill_rows else None
-        self._attention.begin_step(dims, step.block_tables, step.kv_lengths, starts, step.positions)
+        for attention in self._attentions:
+            attention.begin_step(dims, step.block_tables, step.kv_lengths, starts, step.positions)
         for state in self.states:
             state.begin_step(self)
         if dims.prefill_rows:

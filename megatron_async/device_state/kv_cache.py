@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_async.device_state.cache_layout import CacheLayout, cache_layout
 from megatron_async.device_state.pools import GIB, Pools
 from megatron_async.errors import OutOfMemoryError
 from megatron_async.ops.attention.narrow_cache import NARROW, scales_of
@@ -96,9 +97,11 @@ class PagedKVCache:
         num_blocks: usable blocks; one more is allocated, the dummy block, which rows without a
             request write to.
         pools: its memory.
+        layout: of the layers; None: all are full.
 
     Attributes:
         num_layers, block_size: of `shape`.
+        layout: as given.
         scales: of keys and values that are e4m3, by layer, as `scales_of` makes them: 1, unless a
             model has its own. Kept while the cache is released. None: they are not e4m3.
         dummy_block: id of the dummy block.
@@ -117,8 +120,15 @@ class PagedKVCache:
             forward; None if no record is kept, and while the cache is released.
     """
 
-    def __init__(self, shape: BlockShape, num_blocks: int, pools: Pools) -> None:
+    def __init__(
+        self,
+        shape: BlockShape,
+        num_blocks: int,
+        pools: Pools,
+        layout: CacheLayout | None = None,
+    ) -> None:
         self._shape, self._pools = shape, pools
+        self.layout = layout or cache_layout([[0] * shape.num_layers])
         self.num_layers, self.block_size = shape.num_layers, shape.block_size
         self.dummy_block = num_blocks
         self.scales: list[Tensor] | None = None
@@ -155,6 +165,10 @@ class PagedKVCache:
     def release(self) -> None:
         """Let go of the tensors, before the pools do; no step may run until `allocate`."""
         self._data = self.block_tokens = self.block_hidden = self.block_routing = None
+
+    def table_of(self, layer: int) -> int:
+        """The block table of a layer."""
+        return self.layout.places[layer][0]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Key and value cache of a layer, each `[blocks, block size, heads, dim]`."""

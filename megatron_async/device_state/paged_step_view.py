@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import override
 
 from torch import Tensor
@@ -16,6 +17,12 @@ from megatron_async.ops.linear.qkv_places import QkvPlaces
 
 class PagedStepView(StepView):
     """`StepView` over a paged cache.
+
+    Args:
+        kv_cache: the cache.
+        norm_eps: epsilon of the model's q/k norms.
+        attentions: the attention backend of each of the cache's block tables.
+        ops: bound for the device.
 
     Attributes:
         kv_cache, norm_eps, ops: as given.
@@ -34,18 +41,17 @@ class PagedStepView(StepView):
         self,
         kv_cache: PagedKVCache,
         norm_eps: float,
-        attention: TorchPagedAttention,
+        attentions: Sequence[TorchPagedAttention],
         ops: Ops,
     ) -> None:
         self.kv_cache = kv_cache
         self.norm_eps = norm_eps
-        self._attention = attention
+        self._attentions = attentions
         self.ops = ops
 
-    @property
     @override
-    def backend(self) -> TorchPagedAttention:
-        return self._attention
+    def backend(self, layer: int) -> TorchPagedAttention:
+        return self._attentions[self.kv_cache.table_of(layer)]
 
     @property
     @override
@@ -100,7 +106,7 @@ class PagedStepView(StepView):
         scale = query.size(-1) ** -0.5 if scale is None else scale
         cache = self.kv_cache
         scales = cache.scales_of_layer(layer)
-        return self._attention.attend(query, *cache.layer(layer), scale, scales)
+        return self.backend(layer).attend(query, *cache.layer(layer), scale, scales)
 
     def is_static_batching(self) -> bool:
         """Never: the batch changes from step to step."""

@@ -162,7 +162,7 @@ def _work(arguments: argparse.Namespace, model: str, given: Mapping[str, Any]) -
     if any(kind in shape.pattern for kind in "MG"):
         longest = max(longest, LEAST_RECURRENT)
         defaults = {"num_state_snapshots": SNAPSHOTS, **defaults}
-    bounds = shape.max_position_embeddings, shape.sliding_window, given.get("max_sequence_length")
+    bounds = shape.max_position_embeddings, given.get("max_sequence_length")
     context = min(bound for bound in bounds if bound is not None)
     longest = max(min(longest, context - 2 * tokens), 1)
     draws = np.random.default_rng(arguments.seed)

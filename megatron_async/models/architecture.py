@@ -6,7 +6,7 @@ readers can use it cheaply. `models/hybrid.py` turns it into a Megatron-Core mod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -95,8 +95,10 @@ class ModelArchitecture:
     max_position_embeddings: int = 2048
     """Longest sequence that the model was trained for, tokens."""
     sliding_window: int | None = None
-    """Attention window in tokens, None for full attention. The engine runs full attention, so it
-    serves such a model up to this length only."""
+    """Keys that a token of a window layer sees, its own among them; None: no layer has a window."""
+    window_attn_skip_freq: int | tuple[int, ...] | None = None
+    """Which of `num_layers` have the window, by Megatron's rule: None: all; n: all but each n-th;
+    or a 1 for each that has it and a 0 for each other one."""
     eos_token_ids: tuple[int, ...] = field(default=())
     """Tokens that end a generation, the tokenizer's own first; may be empty."""
     bos_token_id: int | None = None
@@ -186,7 +188,20 @@ class ModelArchitecture:
                 f"linear_num_value_heads = {values} must be a multiple of linear_num_key_heads = "
                 f"{keys}, both 1 or more."
             )
+        self._check_window()
         self._check_mtp()
+
+    def _check_window(self) -> None:
+        window, skips = self.sliding_window, self.window_attn_skip_freq
+        if window is not None and window < 1:
+            raise ValueError(f"sliding_window = {window} must be 1 key or more, or None.")
+        if isinstance(skips, tuple) and len(skips) != self.num_layers:
+            raise ValueError(
+                f"window_attn_skip_freq has {len(skips)} entries, but num_layers = "
+                f"{self.num_layers}: give one for each layer."
+            )
+        if isinstance(skips, int) and skips < 1:
+            raise ValueError(f"window_attn_skip_freq = {skips} must be 1 or more.")
 
     def _check_sizes(self) -> None:
         """Check the sizes from which lists are made, before any is."""
@@ -227,6 +242,16 @@ class ModelArchitecture:
     def layers_per_block(self) -> int:
         """Characters of the pattern for each of `num_layers`: 1 or 2."""
         return len(self.pattern) // self.num_layers
+
+    @property
+    def attention_windows(self) -> tuple[int, ...]:
+        """Of each attention layer: the keys that a token sees, 0 for all."""
+        each = self.layers_per_block
+        layers = [n // each for n, kind in enumerate(self.pattern) if kind == ATTENTION]
+        return tuple(
+            (self.sliding_window or 0) * has_window(self.window_attn_skip_freq, layer + 1)
+            for layer in layers
+        )
 
     def count(self, kinds: str) -> int:
         """Number of layers of these kinds, such as "*" or "-E"."""
@@ -318,10 +343,20 @@ class ModelArchitecture:
         if values.get("rope_scaling") is not None:
             values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
         values["eos_token_ids"] = tuple(values.get("eos_token_ids") or ())
+        if isinstance(skips := values.get("window_attn_skip_freq"), list):
+            values["window_attn_skip_freq"] = tuple(skips)
         dense_layers = values.pop("dense_layers", ())
         if dense_layers:
             values["pattern"] = moe_pattern(values["num_layers"], dense_layers)
         return cls(**values)
+
+
+def has_window(skips: int | Sequence[int] | None, layer: int) -> bool:
+    """Whether a layer, counted from 1, of a model with windows has one: Megatron's rule of
+    `window_attn_skip_freq`."""
+    if skips is None:
+        return True
+    return layer % skips != 0 if isinstance(skips, int) else bool(skips[layer - 1])
 
 
 def moe_pattern(num_layers: int, dense_layers: tuple[int, ...] = ()) -> str:

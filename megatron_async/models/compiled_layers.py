@@ -68,11 +68,13 @@ class CompiledLayers:
     def serves(self, hidden_states: Tensor, view: StepView | None) -> bool:
         """Whether `run` does this pass: one without long prefill chunks, on the backend of a
         CPU."""
+        if view is None:
+            return False
+        backend = view.backend(0)
         return (
-            view is not None
-            and isinstance(view.backend, HostPagedAttention)
+            isinstance(backend, HostPagedAttention)
             and view.dims.tokens > 0
-            and view.backend.is_all_rows
+            and backend.is_all_rows
             and serves(hidden_states, view.rotary.cos)
         )
 
@@ -80,7 +82,7 @@ class CompiledLayers:
         """The layers, of float32 `[tokens, hidden]`: see `PagedHybridStack.run`."""
         from megatron_async.ops.linear.cpu.integer_products import scratch_bytes, whole_tiles
 
-        backend = view.backend
+        backend = view.backend(0)
         assert isinstance(backend, HostPagedAttention), "see serves"
         decode, rows, hidden = backend.all_rows(), len(hidden_states), self._hidden
         keys, _ = view.keys_and_values(0)

@@ -25,7 +25,7 @@ from megatron_async.models.linear import SharedLinear
 from megatron_async.models.mlp import UNGATED, InferenceMLP
 from megatron_async.models.moe import MoELayer, TopKRouter
 from megatron_async.models.norm import InferenceRMSNorm
-from megatron_async.models.partition import local_heads, recurrent_layers
+from megatron_async.models.partition import layer_windows, local_heads, recurrent_layers
 from megatron_async.models.recurrent_layers import RecurrentMixer
 from megatron_async.models.rotary import LEARNED, rotary_of
 from megatron_async.models.sizes import SIZES_OF
@@ -123,7 +123,7 @@ def _modules(model: nn.Module, config: Any, settings: InferenceConfig) -> Iterat
             yield from _factors(module, config)
         if isinstance(module, PagedSelfAttention) and mine is not None:
             yield from _unserved(mine, ATTENTION)
-            yield from _window(mine, settings)
+            yield from _window(mine, config)
             yield from _heads(module, config)
             yield from _query_and_key_norms(module, config)
         elif isinstance(module, PagedHybridStack):
@@ -199,15 +199,15 @@ def _factors(module: InferenceRMSNorm, config: Any) -> Iterator[str]:
         )
 
 
-def _window(config: Any, settings: InferenceConfig) -> Iterator[str]:
-    if config.window_size is None or config.window_size[0] < 0:
-        return
-    # A token sees itself and so many before it.
-    longest = config.window_size[0] + 1
-    if settings.max_sequence_length > longest:
+def _window(mine: Any, config: Any) -> Iterator[str]:
+    window, skips = mine.window_size, mine.window_attn_skip_freq
+    if window is not None and window[0] >= 0 and window[1] != 0:
+        yield f"window_size={window}, where (keys before a token, 0) is served"
+    same = (window, skips) == (config.window_size, config.window_attn_skip_freq)
+    if not same and layer_windows(mine) != layer_windows(config):
         yield (
-            f"window_size={config.window_size}, which takes a max_sequence_length of at most "
-            f"{longest}, not {settings.max_sequence_length}"
+            f"a layer's window_size={window} with window_attn_skip_freq={skips}, where the context "
+            f"has windows of {layer_windows(config)} keys (0 is all)"
         )
 
 

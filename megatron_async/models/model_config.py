@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_async.models.architecture import DELTA, RECURRENT, ModelArchitecture, RopeScaling
+from megatron_async.models.architecture import (
+    ATTENTION,
+    DELTA,
+    RECURRENT,
+    ModelArchitecture,
+    RopeScaling,
+)
 from megatron_async.models.mlp import UNGATED
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.models.pipeline import layer_costs, output_cost, split_pattern
@@ -133,6 +139,7 @@ def transformer_config(
         hybrid_layer_pattern=split_pattern(
             a.pattern, stages, output_cost(a, dtype, sizes), layer_costs(a, dtype, sizes)
         ),
+        **_windows(a),
         # Or a tied embedding's copy would be filled by a collective on GPUs, before it has memory.
         init_model_with_meta_device=stages > 1,
         is_hybrid_model=a.count(RECURRENT) > 0,
@@ -147,6 +154,17 @@ def transformer_config(
     # always 1, since nothing trains such a router. Served it can be.
     config.moe_router_pre_softmax = a.moe_router_pre_softmax
     return config
+
+
+def _windows(architecture: ModelArchitecture) -> dict[str, Any]:
+    """Megatron's window of the keys before a token's own, and which layers of the pattern have
+    it."""
+    a = architecture
+    if a.sliding_window is None or not any(a.attention_windows):
+        return {}
+    windows = iter(a.attention_windows)
+    listed = [int(kind == ATTENTION and next(windows) > 0) for kind in a.pattern]
+    return {"window_size": (a.sliding_window - 1, 0), "window_attn_skip_freq": listed}
 
 
 def _multipliers(architecture: ModelArchitecture) -> dict[str, Any]:

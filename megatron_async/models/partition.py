@@ -8,10 +8,18 @@ is padded to a multiple of the ranks; all other sizes must be multiples.
 from __future__ import annotations
 
 from dataclasses import replace
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.architecture import ATTENTION, EXPERTS, MLP, RECURRENT, ModelArchitecture
+from megatron_async.models.architecture import (
+    ATTENTION,
+    EXPERTS,
+    MLP,
+    RECURRENT,
+    ModelArchitecture,
+    has_window,
+)
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.sizes import SIZES_OF, RecurrentSizes
 
@@ -86,6 +94,33 @@ def mtp_kv_layers(model: Any) -> int:
     """KV layers of multi-token prediction, after those of the model; 0 if it is not built."""
     depths: int = getattr(model, "mtp_num_depths", 0)
     return depths * str(getattr(model, "mtp_pattern", "")).count(ATTENTION)
+
+
+def layer_windows(model: Any) -> list[list[int]]:
+    """The keys that a token sees in each KV layer of each pipeline stage, 0 for all, by Megatron's
+    `TransformerConfig`. Layers of multi-token prediction, which come last, have no window.
+
+    Raises:
+        ConfigurationError: `window_attn_skip_freq` lists fewer layers than there are.
+    """
+    pattern = getattr(model, "hybrid_layer_pattern", None)
+    parts = [ATTENTION * model.num_layers] if pattern is None else pattern.split("|")
+    window, skips = model.window_size, model.window_attn_skip_freq
+    # Megatron counts the keys before a token's own.
+    keys = 0 if window is None or window[0] < 0 else window[0] + 1
+    layers = sum(map(len, parts))
+    if keys and isinstance(skips, list) and len(skips) < layers:
+        raise ConfigurationError(
+            f"window_attn_skip_freq={skips} has {len(skips)} entries: give one for each of "
+            f"{layers} layers."
+        )
+    number = itertools.count(1)
+    found = [
+        [keys * has_window(skips, n) for kind, n in zip(part, number) if kind == ATTENTION]
+        for part in parts
+    ]
+    found[-1] += [0] * mtp_kv_layers(model)
+    return found
 
 
 def is_recurrent(model: Any) -> bool:

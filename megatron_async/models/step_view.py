@@ -50,9 +50,8 @@ class StepView(Protocol):
     mtp_hidden: Tensor | None
     routing: StepRouting | None
 
-    @property
-    def backend(self) -> TorchPagedAttention:
-        """The attention backend, which knows the pass that runs."""
+    def backend(self, layer: int) -> TorchPagedAttention:
+        """The attention backend of a layer of the KV cache, which knows the pass that runs."""
 
     @property
     def dummy_place(self) -> int:

@@ -49,7 +49,9 @@ class DraftView(PagedStepView):
     """
 
     def __init__(self, view: ContextGPUView, depth: int) -> None:
-        super().__init__(view.kv_cache, view.norm_eps, view.draft_attentions[depth], view.ops)
+        # Its layers are full ones, whose table is the first.
+        attentions = (view.draft_attentions[depth],)
+        super().__init__(view.kv_cache, view.norm_eps, attentions, view.ops)
         self._view = view
 
     @property
@@ -66,7 +68,7 @@ class DraftView(PagedStepView):
         """
         self.dims, self.step = dims, tokens
         starts = tokens.starts if dims.prefill_rows else None
-        self._attention.begin_step(
+        self._attentions[0].begin_step(
             dims, tokens.block_tables, tokens.kv_lengths, starts, tokens.positions
         )
 

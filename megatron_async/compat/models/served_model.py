@@ -31,6 +31,7 @@ from megatron_async.models.architecture import ATTENTION, MLP, RECURRENT
 from megatron_async.models.fitness import refuse
 from megatron_async.models.hybrid_stack import PagedHybridStack
 from megatron_async.models.model_config import ModelConfig
+from megatron_async.models.partition import layer_windows
 
 if TYPE_CHECKING:
     from megatron_async.planning.dynamic_context import DynamicInferenceContext
@@ -99,11 +100,17 @@ def has_room(context: DynamicInferenceContext, config: ModelConfig) -> bool:
     configuration."""
     wanted, known = config.hybrid_layer_pattern, context.model_config
     told = getattr(known, "hybrid_layer_pattern", None)
+    if _windows(known) != _windows(config):
+        return False
     if told is not None or wanted is None:
         return bool(told == wanted)
     # Keys and values for each layer that Megatron counts, on one stage, and no states.
     simple = "|" not in wanted and not any(kind in wanted for kind in RECURRENT)
     return bool(simple and wanted.count(ATTENTION) == known.num_layers)
+
+
+def _windows(config: Any) -> list[int]:
+    return [window for stage in layer_windows(config) for window in stage if window]
 
 
 def fit_context(

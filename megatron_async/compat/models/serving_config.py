@@ -88,6 +88,11 @@ def serving_config(
         return served
     if layer_pattern is None:
         pattern = gpt_pattern(config)
+        if config.window_size is not None and config.window_attn_skip_freq is not None:
+            name, count = "window_attn_skip_freq", config.num_layers
+            listed = _by_frequency(name, config.window_attn_skip_freq, count, first=1)
+            # Of a layer's two characters the first has the window.
+            served.window_attn_skip_freq = [each for has in listed for each in (has, 0)]
     else:
         pattern = _main_pattern("".join(layer_pattern), config)
     served.hybrid_layer_pattern = pattern

@@ -37,6 +37,7 @@ from megatron_async.models.decoder_layer import LAYER_KINDS
 from megatron_async.models.fitness import check_invariant_layers, check_model
 from megatron_async.models.layer_ops import bind_ops
 from megatron_async.models.norm import fold_norms, normalised
+from megatron_async.models.partition import layer_windows
 from megatron_async.models.step_routing import StepRouting
 from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.linear.stream import Stream
@@ -277,9 +278,10 @@ class _Engine:
         if self._ops.is_invariant:
             check_invariant_layers(self._model, self._ops.major)
         self._view = TrainingView(self._model, config, self._ops, device)
-        for module in self._model.modules():
-            if isinstance(module, PagedSelfAttention):
-                module.kv_layer_index = 0
+        layers = [each for each in self._model.modules() if isinstance(each, PagedSelfAttention)]
+        windows = (window for stage in layer_windows(config) for window in stage)
+        for module, window in zip(layers, windows, strict=True):
+            module.kv_layer_index = self._view.windows.index(window)
         decoder: Any = self._model.decoder
         kinds = zip(decoder.layer_type_list, decoder.layers, strict=True)
         self._layers: list[list[tuple[str, Any]]] = [[] for _ in model.decoder.layers]

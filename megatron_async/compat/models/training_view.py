@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import override
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from megatron_async.device_state.kv_cache import BlockShape, PagedKVCache
 from megatron_async.device_state.paged_step_view import PagedStepView
 from megatron_async.device_state.pools import Pools
 from megatron_async.models.model_config import ModelConfig
-from megatron_async.models.partition import local_heads
+from megatron_async.models.partition import layer_windows, local_heads
 from megatron_async.models.rotary import RotaryTable, described_frequencies, take_over_positions
 from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.attention.backends.base import INVARIANT_PART, AttentionShape
@@ -34,8 +35,8 @@ class _Tokens:
 
 
 class TrainingView(PagedStepView):
-    """A step of prefill chunks alone, each a whole sequence. All layers use one layer's cache, one
-    after the other.
+    """A step of prefill chunks alone, each a whole sequence. All layers of one window use one cache,
+    one after the other.
 
     Args:
         model: that runs, a served model on the meta device or with weights; its rotary embedding is
@@ -50,8 +51,14 @@ class TrainingView(PagedStepView):
     ) -> None:
         self._model, self._config, self._device = model, config, device
         self._shape = (0, 0)
+        self._attentions: list[TorchPagedAttention] = []
+        self.windows = sorted({window for stage in layer_windows(config) for window in stage})
         self._longest = 0
         self.norm_eps, self.ops = config.layernorm_epsilon, ops
+
+    @override
+    def backend(self, layer: int) -> TorchPagedAttention:
+        return self._attentions[layer]
 
     def lay_out(self, rows: int, length: int) -> None:
         """Make the next pass one over `rows` sequences of `length` tokens each, row after row."""
@@ -65,7 +72,7 @@ class TrainingView(PagedStepView):
             self.rotary = table or RotaryTable(nothing, self._longest, device)
         heads, kv_heads = local_heads(self._config)
         dim, dtype = self._config.kv_channels, self._config.params_dtype
-        shape = BlockShape(1, BLOCK, kv_heads, dim, dtype)
+        shape = BlockShape(len(self.windows), BLOCK, kv_heads, dim, dtype)
         self.kv_cache = PagedKVCache(shape, rows * blocks, Pools(device))
         at = torch.arange(length, device=device)
         first = torch.arange(rows, device=device)[:, None] * blocks
@@ -80,12 +87,18 @@ class TrainingView(PagedStepView):
             choose_triton_folder()
             sizes = heads, kv_heads, dim, BLOCK, blocks, dtype, device
             whole = AttentionShape(*sizes, INVARIANT_PART)
-            prefill = PrefillChoice.of_one(TritonPrefill(whole))
-            self._attention = GpuPagedAttention(whole, 1, prefill)
+            shapes = [replace(whole, window=each) for each in self.windows]
+            prefills = [PrefillChoice.of_one(TritonPrefill(each)) for each in shapes]
+            self._attentions = [
+                GpuPagedAttention(each, 1, prefill) for each, prefill in zip(shapes, prefills)
+            ]
         else:
-            self._attention = TorchPagedAttention(BLOCK, blocks, device)
+            self._attentions = [
+                TorchPagedAttention(BLOCK, blocks, device, window=each) for each in self.windows
+            ]
         tables = first + torch.arange(blocks, device=device)
         lengths = torch.full((rows,), length, dtype=torch.int32, device=device)
         starts = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device)
-        self._attention.begin_step(self.dims, tables.int(), lengths, starts)
+        for attention in self._attentions:
+            attention.begin_step(self.dims, tables.int(), lengths, starts)
         self._shape = rows, length

@@ -1,0 +1,58 @@
+"""`CacheLayout`: which block table serves each layer of the KV cache.
+
+Layers are of a *kind*: full, or of a window of so many keys. A block holds keys and values of some
+layers of one kind, the same number of layers for all kinds, so that blocks are of one size and form
+one pool. A request has a block table for each group of so many layers. That groups of layers of
+equal bytes share a pool is vLLM's idea (its design page "Hybrid KV Cache Manager").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MOST_TABLES = 8
+"""Block tables of a request: each costs an entry for every block, and some work in each step."""
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The block tables of a model, those of full layers first, and the layers of one pipeline
+    stage."""
+
+    windows: tuple[int, ...]
+    """Of each table: the keys that a token sees, 0 for all."""
+    places: tuple[tuple[int, int], ...]
+    """Of each layer of the stage: its table, and its place in a block."""
+    layers: int
+    """Layers of which a block holds keys and values; some places may be empty."""
+
+
+def cache_layout(stages: Sequence[Sequence[int]], index: int = 0) -> CacheLayout:
+    """The layout of a model on one pipeline stage.
+
+    Tables are the same on all stages. Of the sizes of a group that lead to at most `MOST_TABLES`
+    tables the one with the fewest empty places is taken, and of equal ones the largest.
+
+    Args:
+        stages: for each stage the windows of its layers, 0 for full ones.
+        index: of the stage.
+    """
+    of_model = [window for stage in stages for window in stage]
+    kinds = sorted(set(of_model)) or [0]
+    counts = [max(of_model.count(kind), 1) for kind in kinds]
+    sizes = range(max(counts), 0, -1)
+    tables = [[-(-count // size) for count in counts] for size in sizes]
+    few = [n for n, each in enumerate(tables) if sum(each) <= max(MOST_TABLES, len(kinds))]
+    best = min(few, key=lambda n: sum(tables[n]) * sizes[n])
+    groups = tables[best]
+    here = [stages[index].count(kind) for kind in kinds]
+    layers = max(-(-count // group) for count, group in zip(here, groups, strict=True))
+    places, seen = [], dict.fromkeys(kinds, 0)
+    for window in stages[index]:
+        first = sum(groups[: kinds.index(window)])
+        table, place = divmod(seen[window], max(layers, 1))
+        places.append((first + table, place))
+        seen[window] += 1
+    windows = [kind for kind, group in zip(kinds, groups, strict=True) for _ in range(group)]
+    return CacheLayout(tuple(windows), tuple(places), layers)
