@@ -116,8 +116,7 @@ def _window(config: Any, kind: str) -> int | None:
     if kind in ("mistral", "mixtral", "qwen3_moe"):
         return config.sliding_window
     if kind in ("qwen2", "qwen3") and "sliding_attention" in config.layer_types:
-        mixed = "full_attention" in config.layer_types
-        return -1 if mixed else config.sliding_window or -1
+        return config.sliding_window or -1
     return None
 
 

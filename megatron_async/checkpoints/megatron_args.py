@@ -225,7 +225,7 @@ def _renamed(args: Mapping[str, Any], name: str, default: Any) -> Any:
 def _windows(args: Mapping[str, Any], layers: int, where: str) -> dict[str, Any]:
     """Tokens that a token sees, itself among them (Megatron counts those before it), and the layers
     in which it sees no others."""
-    window = args.get("window_size")
+    window, skips = args.get("window_size"), args.get("window_attn_skip_freq")
     window = tuple(window) if isinstance(window, list) else window
     if window is None or window == (-1, -1):
         return {}
@@ -234,10 +234,12 @@ def _windows(args: Mapping[str, Any], layers: int, where: str) -> dict[str, Any]
             f"{where}: window_size = {window!r} is not supported (only None, (-1, -1), or (n, 0) "
             "with n > 0)"
         )
-    skips = args.get("window_attn_skip_freq")
     skips = tuple(skips) if isinstance(skips, list) else skips
-    listed = skips if isinstance(skips, tuple) else (1,) * layers
-    if len(listed) != layers or any(type(each) is not int for each in (skips or 1, *listed)):
+    if isinstance(skips, tuple):
+        is_right = len(skips) == layers and set(map(type, skips)) <= {int, bool}
+    else:
+        is_right = skips is None or (type(skips) is int and skips > 0)
+    if not is_right:
         raise CheckpointError(
             f"{where}: window_attn_skip_freq = {skips!r:.200} must be None, a whole number of 1 or "
             f"more, or a list of 0 and 1 for the {layers} layers"

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 from zlib import crc32
@@ -16,6 +16,7 @@ from zlib import crc32
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.fusions import fused_softmax
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -28,6 +29,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.utils import get_sliding_window_causal_mask
 
 from megatron_async import (
     DynamicInferenceContext,
@@ -48,12 +50,25 @@ LENGTH = 256
 """Positions of the models."""
 
 
+_ON_A_CPU = {
+    "ones": lambda *shape, dtype, device: torch.ones(shape, dtype=dtype),
+    "bool": torch.bool,
+    "triu": torch.triu,
+    "tril": torch.tril,
+}
+window_mask = FunctionType(
+    get_sliding_window_causal_mask.__code__, {"torch": SimpleNamespace(**_ON_A_CPU)}
+)
+"""Megatron's mask of a window, which it makes on a GPU."""
+
+
 @contextmanager
 def megatron_on_a_cpu() -> Iterator[None]:
     """Megatron's own forward asks for the current GPU and for its random numbers."""
     no_tracker = SimpleNamespace(fork=nullcontext)
     with (
         mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.object(fused_softmax, "get_sliding_window_causal_mask", window_mask),
         mock.patch.object(tensor_parallel, "get_cuda_rng_tracker", return_value=no_tracker),
         torch.compiler.set_stance("force_eager"),  # its fusions would be compiled, for seconds
     ):

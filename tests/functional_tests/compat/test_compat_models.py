@@ -44,6 +44,7 @@ OWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "output gate": ({"attention_output_gate": True, "qk_layernorm": True}, {}),
     "mup": ({"use_mup": True, "mup_base_hidden_size": 8}, {}),
     "softmax scale": ({"softmax_scale": 0.6}, {}),
+    "windows": ({"window_size": (16, 0), "window_attn_skip_freq": 2}, {}),
     "experts": (EXPERTS, {}),
     "experts, softmax before top-k": (EXPERTS | {"moe_router_pre_softmax": True}, UNTIED),
     "experts, scores by sigmoid with a bias": (

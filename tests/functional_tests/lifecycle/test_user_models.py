@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.fusions import fused_softmax
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.torch_norm import L2Norm
@@ -19,7 +20,13 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid_stack import hybrid_stack_spec
 from megatron_async.models.model_config import transformer_config
 from megatron_async.models.parallel_state import ensure_process_groups
-from tests.support.compat_models import VOCABULARY, gpt_config, logits_of, make_gpt
+from tests.support.compat_models import (
+    VOCABULARY,
+    gpt_config,
+    logits_of,
+    make_gpt,
+    window_mask,
+)
 from tests.support.harness import TINY, greedy, make_engine, make_model, random_prompts
 
 TOKENS = 12
@@ -52,6 +59,7 @@ SERVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"position_embedding_type": "learned_absolute"},
     ),
     "mup": ({"use_mup": True, "mup_base_hidden_size": 8}, {}),
+    "windows": ({"window_size": (16, 0), "window_attn_skip_freq": 2}, {}),
 }
 """Changes of the configuration, and arguments of the model."""
 
@@ -60,6 +68,7 @@ SERVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def megatron_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's rope and attention ask for the current GPU and its random numbers."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(fused_softmax, "get_sliding_window_causal_mask", window_mask)
     no_tracker = SimpleNamespace(fork=nullcontext)
     monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: no_tracker)
 
@@ -144,8 +153,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"position_embedding_type": "learned_absolute", "max_sequence_length": 32},
     ),
     (
-        "window_size=(20, 0), which takes a max_sequence_length of at most 21",
-        {"window_size": (20, 0)},
+        "window_size=(20, 5), where (keys before a token, 0) is served",
+        {"window_size": (20, 5)},
         {},
     ),
     ("softmax_type='off-by-one'", {"softmax_type": "off-by-one"}, {}),
@@ -207,10 +216,6 @@ def test_norms_of_heads_must_be_alike() -> None:
     attention.q_layernorm = None
     with pytest.raises(ConfigurationError, match="a norm of queries or keys"):
         wrap(model)
-
-
-def test_a_window_that_no_sequence_leaves_is_served() -> None:
-    wrap(make_gpt(gpt_config(window_size=(63, 0))), max_sequence_length=64)
 
 
 def test_all_reasons_are_told_at_once() -> None:

@@ -167,17 +167,23 @@ def test_spelling_of_transformers_4(family_folder: Callable[[str], Path], tmp_pa
                    "layer_types": None}, None),
         ("qwen2", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0,
                    "layer_types": None}, 32),
+        ("qwen2", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1,
+                   "layer_types": None}, (0, 32, 32)),
+        ("qwen2", {"sliding_window": 32, "use_sliding_window": True,
+                   "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+         (32, 0, 32)),
     ],
 )  # fmt: skip
 def test_sliding_window_is_recorded_where_it_is_active(
     family: str,
     changes: dict[str, Any],
-    window: int | None,
+    window: int | tuple[int, ...] | None,
     family_folder: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
     source = open_model(edited(family_folder(family), tmp_path / "in", **changes))
-    assert source.architecture.sliding_window == window
+    windows = window if isinstance(window, tuple) else (window or 0,) * 3
+    assert source.architecture.attention_windows == windows
     loaded = load_model(tmp_path / "in", torch.float32, CPU)
     save_huggingface(loaded.model, loaded.architecture, None, tmp_path / "out")
     assert open_model(tmp_path / "out").architecture == source.architecture
@@ -230,18 +236,6 @@ def test_generation_settings_of_a_folder_without_a_tokenizer(family_folder, tmp_
     assert [text for text in told if "num_beams" in text] == [
         f"{folder}: its generation_config has num_beams = 3: not honoured here."
     ]
-
-
-def test_mixed_sliding_window_is_refused(family_folder: Callable[[str], Path], tmp_path):
-    folder = edited(
-        family_folder("qwen2"),
-        tmp_path,
-        use_sliding_window=True,
-        sliding_window=32,
-        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
-    )
-    with pytest.raises(CheckpointError, match="mixture of full and sliding-window"):
-        _ = open_model(folder).architecture
 
 
 def _truncate(folder: Path) -> None:

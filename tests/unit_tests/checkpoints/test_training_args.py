@@ -141,10 +141,20 @@ def test_names_of_earlier_parsers() -> None:
     assert old.layernorm_zero_centered_gamma
 
 
-def test_a_window_is_a_limit_of_the_length() -> None:
-    assert read().sliding_window is None
-    assert read(window_size=(-1, -1)).sliding_window is None
-    assert read(window_size=(127, 0)).sliding_window == 128  # those before it, and the token
+def test_windows_and_which_layers_have_them() -> None:
+    assert not any(read().attention_windows)
+    assert not any(read(window_size=(-1, -1), window_attn_skip_freq=2).attention_windows)
+    whole = read(window_size=(127, 0))  # those before it, and the token
+    assert set(whole.attention_windows) == {128}
+    layers = whole.num_layers
+    mixed = read(window_size=(127, 0), window_attn_skip_freq=2).attention_windows
+    assert mixed == (128, 0, 128, 0, 128, 0)[:layers]
+    listed = [0] * (layers - 1) + [1]
+    mixed = read(window_size=(127, 0), window_attn_skip_freq=listed).attention_windows
+    assert mixed == (*[0] * (layers - 1), 128)
+    for wrong in (0, "2", [1] * (layers + 1), [1.0] * layers):
+        with pytest.raises(CheckpointError, match="window_attn_skip_freq"):
+            read(window_size=(127, 0), window_attn_skip_freq=wrong)
 
 
 @pytest.mark.parametrize(
