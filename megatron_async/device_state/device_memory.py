@@ -290,17 +290,12 @@ def _make_attention(
                 f"attention_backend={config.attention_backend!r} needs a GPU: on a CPU leave it "
                 "out."
             )
-        size = config.block_size_tokens
-        if (
-            not compiles()
-            or model.params_dtype != torch.float32
-            or config.has_fp8_cache
-            or any(map(any, layer_windows(model)))  # the compiled loops have one table, no window
-        ):
-            return TorchPagedAttention(size, max_blocks, device.torch_device, first_key, window)
+        sizes = config.block_size_tokens, max_blocks, device.torch_device, first_key
+        if not compiles() or model.params_dtype != torch.float32 or config.has_fp8_cache:
+            return TorchPagedAttention(*sizes, window)
         # Layers are compiled where their weights have 8 bits or less.
         takes_chunks = config.quantization is not None
-        return HostPagedAttention(size, max_blocks, device.torch_device, first_key, takes_chunks)
+        return HostPagedAttention(*sizes, takes_chunks, window)
     choose_triton_folder()
     dim = model.kv_channels
     if not HEAD_TILE <= dim <= MAX_DIM or dim % 2:
@@ -321,7 +316,7 @@ def _make_attention(
         device.torch_device,
         INVARIANT_PART if config.batch_invariant_mode else 0,
         config.has_fp8_cache,
-        window,
+        window=window,
     )
     if first_key:
         # The other backends have no such mask.

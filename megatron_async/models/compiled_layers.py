@@ -162,6 +162,7 @@ def _is_served(attention: Any, mlp: Any, config: Any) -> bool:
     linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
     return (
         config.gated_linear_unit
+        and config.window_size is None  # one block table for all layers
         and not config.attention_output_gate
         and all(serves(factors_of(norm)) for norm in norms)
         and len(norms) in (0, 2)

@@ -7,8 +7,8 @@ is padded to a multiple of the ranks; all other sizes must be multiples.
 
 from __future__ import annotations
 
-from dataclasses import replace
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.errors import ConfigurationError

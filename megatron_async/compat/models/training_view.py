@@ -35,7 +35,7 @@ class _Tokens:
 
 
 class TrainingView(PagedStepView):
-    """A step of prefill chunks alone, each a whole sequence. All layers of one window use one cache,
+    """A step of prefill chunks alone, each a whole sequence. Layers of one window use one cache,
     one after the other.
 
     Args:
