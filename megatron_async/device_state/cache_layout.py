@@ -21,9 +21,9 @@ class CacheLayout:
     stage."""
 
     windows: tuple[int, ...]
-    """Of each table: the keys that a token sees, 0 for all."""
+    """Keys that a token sees in the layers of each table; 0: all."""
     places: tuple[tuple[int, int], ...]
-    """Of each layer of the stage: its table, and its place in a block."""
+    """Table, and place in a block, of each layer of the stage."""
     layers: int
     """Layers of which a block holds keys and values; some places may be empty."""
 

@@ -245,7 +245,7 @@ class ModelArchitecture:
 
     @property
     def attention_windows(self) -> tuple[int, ...]:
-        """Of each attention layer: the keys that a token sees, 0 for all."""
+        """Keys that a token sees in each attention layer; 0: all."""
         each = self.layers_per_block
         layers = [n // each for n, kind in enumerate(self.pattern) if kind == ATTENTION]
         return tuple(
