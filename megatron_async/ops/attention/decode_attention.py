@@ -338,15 +338,14 @@ def _parts_kernel(
     if is_settled and not is_beside:
         wait_for_previous(overlap)
     narrow: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv
-    # Elements of a key or value in a cell that is loaded, and what weights are larger by.
+    # Elements of a key or value in a cell that is loaded, and the powers of two by which weights,
+    # and so sums of values, are larger.
     per: tl.constexpr = 2 if narrow else 1
     more: tl.constexpr = WEIGHT_BITS if narrow else 0
     if narrow:
         # One for all keys of the head, so it belongs to the scores; one of values to the output.
         scale *= tl.load(scales + kv_head)
-        value_scale = tl.load(scales + kv_heads + kv_head)
-        if part > 0:
-            value_scale *= 2.0**-more
+        value_scale = tl.load(scales + kv_heads + kv_head) * 2.0**-more
         key_cache = key_cache.to(tl.pointer_type(tl.int16))
         value_cache = value_cache.to(tl.pointer_type(tl.int16))
     else:
@@ -470,7 +469,10 @@ def _parts_kernel(
                 if narrow:
                     odd = odd * shrink[:, None]
                     odd = tl.dot(weight.to(v.dtype), odd_v, odd, input_precision="ieee")
-                total = total * shrink + tl.sum(weight, 1)
+                added = tl.sum(weight, 1)
+                if narrow:
+                    added *= 2.0**-more
+                total = total * shrink + added
                 maximum = new_maximum
         if part > 0:
             total, gathered = joined_total, joined

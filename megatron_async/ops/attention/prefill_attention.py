@@ -268,7 +268,10 @@ def _attend_tiles(
             new_maximum = tl.maximum(maximum, tl.max(score, 1))
             weight = tl.exp2(score * scale - (new_maximum * scale - more)[:, None])
             shrink = tl.exp2((maximum - new_maximum) * scale)
-            total = total * shrink + tl.sum(weight, 1)
+            added = tl.sum(weight, 1)
+            if more > 0:
+                added *= 2.0**-more
+            total = total * shrink + added
             gathered = gathered * shrink[:, None]
             gathered = tl.dot(weight.to(v.dtype), v, gathered, input_precision="ieee")
             maximum = new_maximum
@@ -350,9 +353,7 @@ def _prefill_kernel(
     if key_cache.dtype.element_ty == tl.float8e4nv:
         # One for all keys of the head, so it belongs to the scores; one of values to the output.
         scale *= tl.load(scales + kv_head)
-        value_scale = tl.load(scales + kv_heads + kv_head)
-        if part > 0:
-            value_scale *= 2.0**-WEIGHT_BITS
+        value_scale = tl.load(scales + kv_heads + kv_head) * 2.0**-WEIGHT_BITS
     else:
         value_scale = None
     number = tl.program_id(1)
