@@ -6,12 +6,19 @@ import difflib
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.files import is_megatron, read_json
 from megatron_async.checkpoints.huggingface_config import check_family
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.models.dummy_shapes import DUMMY_SHAPES, EXAMPLE, FAMILIES, shape_by_hand
+from megatron_async.models.dummy_shapes import (
+    DUMMY_FORMS,
+    DUMMY_SHAPES,
+    EXAMPLE,
+    FAMILIES,
+    shape_by_hand,
+)
 
 DEMO = "smollm2"
 DUMMY = "dummy:"
@@ -104,13 +111,27 @@ def _check_place(path: Path, name: str) -> None:
         raise CheckpointError(f"model {name!r}: {why}.") from error
 
 
-def dummy_shape(name: str) -> tuple[ModelArchitecture, bool]:
-    """The architecture that `dummy:SHAPE` or `dummy:FAMILY:SIZES` names, and whether tokens are
-    spread evenly over its experts: `:uniform` at the end.
+class Dummy(NamedTuple):
+    """What the name of a dummy model says.
+
+    Attributes:
+        architecture: of the model.
+        is_uniform: tokens are spread evenly over its experts: `:uniform`.
+        form: of `DUMMY_FORMS`, in which its weights are: `:int4`; None: they have 16 bits.
+    """
+
+    architecture: ModelArchitecture
+    is_uniform: bool = False
+    form: str | None = None
+
+
+def dummy_shape(name: str) -> Dummy:
+    """What `dummy:SHAPE` or `dummy:FAMILY:SIZES` names, with `:uniform` and a form behind it, or
+    without.
 
     Raises:
-        CheckpointError: no such shape, or sizes that are no model's; or there are no experts over
-            which to spread tokens.
+        CheckpointError: no such shape, or sizes that are no model's; no such word behind them; or
+            there are no experts over which to spread tokens.
     """
     shape, *rest = name.removeprefix(DUMMY).split(":")
     if rest and "=" in rest[0]:
@@ -133,13 +154,15 @@ def dummy_shape(name: str) -> tuple[ModelArchitecture, bool]:
         raise CheckpointError(
             f"{name}: unknown shape {shape!r}; known: {known}; or sizes by hand, {DUMMY}llama:SIZES"
         )
-    if rest and rest != [UNIFORM]:
+    forms = [word for word in rest if word in DUMMY_FORMS]
+    others = [word for word in rest if word not in DUMMY_FORMS]
+    if others not in ([], [UNIFORM]) or len(forms) > 1:
         raise CheckpointError(
-            f"{name}: routing {':'.join(rest)!r} is unknown: write {DUMMY}{shape}:{UNIFORM}, or "
-            f"{DUMMY}{shape}."
+            f"{name}: routing or numbers {':'.join(rest)[:80]!r} is unknown: write {DUMMY}{shape}, "
+            f"or with :{UNIFORM} (routing), :{' or :'.join(DUMMY_FORMS)} (numbers) behind it."
         )
-    if rest and not architecture.num_moe_experts:
+    if others and not architecture.num_moe_experts:
         raise CheckpointError(
             f"{name}: {shape} has no experts over which to spread tokens: leave :{UNIFORM} out."
         )
-    return architecture, bool(rest)
+    return Dummy(architecture, bool(others), forms[0] if forms else None)

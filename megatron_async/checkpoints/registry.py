@@ -12,11 +12,15 @@ all tokens, more so with every layer, and in wide models it soon outweighs the e
 even routing hits, and some experts get 4 to 10 times their share; with ":uniform" 97 to 102 %.) So
 there the embedding is larger than what all layers add: then a token's experts follow from the
 token, anew in each layer. Nothing else differs, and each product is as it was.
+
+`dummy:SHAPE:int4` is one whose linear layers and experts are 4-bit numbers, as of a quantised
+folder: kept so by `quantization="file"`, else decoded.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +45,7 @@ from megatron_async.checkpoints.model_names import (
     is_hub_id,
     no_model,
 )
+from megatron_async.checkpoints.quantised import QuantisedFolder
 from megatron_async.checkpoints.source import (
     ModelSource,
     clear_padding,
@@ -48,9 +53,13 @@ from megatron_async.checkpoints.source import (
     rounded_into,
 )
 from megatron_async.checkpoints.tensor_files import has_weights
+from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.models.held_weight import Operand
+from megatron_async.models.dummy_shapes import DUMMY_FORMS
+from megatron_async.models.held_weight import Operand, is_linear
 from megatron_async.models.pipeline import EMBEDDING
+from megatron_async.ops.linear.quantised_layout import Layout
+from megatron_async.ops.linear.quantised_weight import Form, QuantisedWeight
 from megatron_async.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -60,6 +69,20 @@ UNIFORM_EMBEDDING = 4096.0
 """How much larger embeddings are then: standard deviation 82. What 52 layers of Nemotron 3 Nano add
 has 12 (estimated from the weights' sizes), so no more than 2 % of the residual stream's variance
 may be shared by tokens. A power of two, so that no number is rounded."""
+
+
+DUMMY_LAYOUTS = dict(
+    zip(
+        DUMMY_FORMS,
+        (
+            Layout(Form("INT4", inputs=128), torch.float16),
+            Layout(Form("FP4", inputs=32), torch.uint8),
+            Layout(Form("FP4", inputs=16, has_outer=True), torch.float8_e4m3fn),
+        ),
+        strict=True,
+    )
+)
+"""Layouts of the forms of dummy models, where a row has several groups."""
 
 
 class DummySource(ModelSource):
@@ -75,7 +98,7 @@ class DummySource(ModelSource):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._architecture, self._is_uniform = dummy_shape(name)
+        self._architecture, self._is_uniform, self._form = dummy_shape(name)
 
     @property
     @override
@@ -96,6 +119,39 @@ class DummySource(ModelSource):
         """Whether any weight of multi-token prediction is stored."""
         return self.architecture.mtp_num_depths > 0
 
+    @property
+    @override
+    def quantised(self) -> QuantisedFolder | None:
+        meta, found = torch.device("meta"), self.layouts(Shard(), False)
+        if not found:
+            return None
+        shapes = {w.name: w.shape for w in weights(self.architecture) if w.name in found}
+        kept = [found[name].empty(shape, self.dtype, meta) for name, shape in shapes.items()]
+        counts = Counter(weight.form.words for weight in kept)
+        formats = ", ".join(f"{words}: {count} weights" for words, count in counts.items())
+        size, values = sum(w.nbytes for w in kept), sum(w.shape.numel() for w in kept)
+        total = (self.architecture.num_parameters - values) * self.dtype.itemsize + size
+        return QuantisedFolder("random numbers", formats, 8 * size / values, total, ())
+
+    @override
+    def layouts(self, shard: Shard, rounds_rows: bool) -> Mapping[str, Layout]:
+        found = dict[str, Layout]()
+        for weight in weights(self.architecture, shard) if self._form else ():
+            if not is_linear(weight.name):
+                continue
+            assert self._form is not None
+            layout = DUMMY_LAYOUTS[self._form]
+            width, whole, group = weight.shape[-1], weight.whole_shape[-1], layout.form.inputs
+            if group >= whole:
+                layout = layout._replace(form=layout.form._replace(inputs=0))
+            elif width != whole and width % group:
+                raise ConfigurationError(
+                    f"{self.name}: a rank's {width} inputs of {weight.name!r} are no whole groups "
+                    f"of {group}: use another tensor_model_parallel_size."
+                )
+            found[weight.name] = layout
+        return found
+
     def load_into(
         self, tensors: Mapping[str, Operand], shard: Shard, progress: bool = False
     ) -> None:
@@ -105,11 +161,31 @@ class DummySource(ModelSource):
         Every rank draws each weight that it has a part of whole, one at a time, and keeps its part.
         """
         zero_centered = self.architecture.layernorm_zero_centered_gamma
-        held = list(weights(self.architecture, shard))
+        held, layouts = list(weights(self.architecture, shard)), self.layouts(shard, False)
         parameters = model_parameters(tensors, held)
         for weight in held:
-            with rounded_into(parameters[weight.name]) as parameter:
+            into = parameters[weight.name]
+            if weight.name in layouts:
+                self._fill_form(weight, into, layouts[weight.name])
+                continue
+            with rounded_into(into) as parameter:
                 self._fill(weight, parameter, zero_centered)
+
+    def _fill_form(self, weight: Weight, into: Operand, layout: Layout) -> None:
+        # As in `_fill`.
+        from megatron_async.models.hybrid import fill_dummy_codes
+
+        drawn = layout.empty(weight.whole_shape, into.dtype, into.device)
+        fill_dummy_codes(weight.stored, drawn)
+        if not isinstance(into, QuantisedWeight):
+            _take_part(weight, drawn.values(into.dtype), into)
+            return
+        columns = weight.whole_shape[-1]
+        covers = {"codes": 8 // layout.form.bits, "scales": layout.form.inputs or columns}
+        for (name, whole), (_, place) in zip(drawn.tensors(), into.tensors(), strict=True):
+            if name == "outer":
+                whole, place = whole[..., None], place[..., None]
+            _take_part(weight, whole, place, covers.get(name, columns))
 
     def _fill(self, weight: Weight, parameter: Tensor, zero_centered: bool) -> None:
         # Imports Megatron, which takes seconds and is not needed to describe a shape.
@@ -121,11 +197,17 @@ class DummySource(ModelSource):
             whole = parameter.new_empty(weight.whole_shape)
             fill_dummy_weight(weight.stored, whole, zero_centered=zero_centered)
             clear_padding(weight, parameter)
-            for start, place in weight.whole_pieces(parameter):
-                region = (slice(s, s + n) for s, n in zip(start, place.shape, strict=True))
-                place.copy_(whole[tuple(region)])
+            _take_part(weight, whole, parameter)
         if self._is_uniform and weight.stored == EMBEDDING:
             parameter.mul_(UNIFORM_EMBEDDING)
+
+
+def _take_part(weight: Weight, whole: Tensor, parameter: Tensor, columns: int = 1) -> None:
+    """A rank's part of a whole tensor, a column of which covers so many of the weight."""
+    for (*start, first), place in weight.whole_pieces(parameter):
+        start.append(first // columns)
+        region = (slice(s, s + n) for s, n in zip(start, place.shape, strict=True))
+        place.copy_(whole[tuple(region)])
 
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model"]

@@ -28,7 +28,8 @@ MODEL_HELP = """one of
   dummy:SHAPE          random weights, to try a shape: smollm2-135m, qwen3-0.6b, llama-3.1-8b;
                        tiny and tiny-moe start at once (prompts are token ids)
   dummy:llama:SIZES    the same of sizes by hand: layers=2,hidden=64,heads=4,ffn=96,vocab=512
-  dummy:SHAPE:uniform  the same, tokens spread evenly over the experts"""
+  dummy:SHAPE:uniform  the same, tokens spread evenly over the experts
+  dummy:SHAPE:int4     weights of 4-bit numbers (or mxfp4, nvfp4), with --quantization file"""
 
 DRAFT_LAYER_HELP = """a layer for multi-token prediction that was trained for the model
 (scripts/train_draft_layer.py); with --speculative-method mtp. smollm2 has one"""

@@ -165,6 +165,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Conventions by Hugging Face's family names; output and embedding are two matrices."""
 WITH_EXPERTS = ("mixtral", "qwen3_moe")
+DUMMY_FORMS = ("int4", "mxfp4", "nvfp4")
+"""Numbers that a dummy model's linear layers and experts may be made of."""
 
 _NEEDED = {
     "layers": "num_layers",

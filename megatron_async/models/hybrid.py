@@ -28,9 +28,12 @@ from megatron_async.models.parallel_state import ParallelSizes, ensure_process_g
 from megatron_async.models.partition import check_partition, padded_vocab_size
 from megatron_async.models.pipeline import EMBEDDING, OUTPUT, stage_of
 from megatron_async.ops.linear.quantised_layout import Layout
+from megatron_async.ops.linear.quantised_weight import QuantisedWeight
 
 TRANSFORMER_IMPLS = ("local", "transformer_engine")
 """Values of Megatron's `transformer_impl` that are served."""
+ROOT_MEAN_SQUARE = {"INT4": 4.637, "FP4": 2.926}
+"""Of all 16 numbers, less 8 of INT4."""
 PART = 2**24
 """Random numbers that are drawn at once: 64 MiB beside the weights."""
 
@@ -154,6 +157,23 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
         is_tied = name == OUTPUT and model.share_embeddings_and_output_weights
         known = EMBEDDING if is_tied else stage.global_name(name)
         fill_dummy_weight(known, parameter.data, seed, zero_centered)
+
+
+def fill_dummy_codes(name: str, weight: QuantisedWeight, seed: int = 0) -> None:
+    """Random numbers of a whole 4-bit weight, by its name in the whole model, whose values are
+    about as large as those of `fill_dummy_weight`: any codes, and scales that differ."""
+    generator = torch.Generator(weight.device).manual_seed(seed + crc32(name.encode()))
+    weight.codes.random_(0, 256, generator=generator)
+    scale = 0.02 / ROOT_MEAN_SQUARE[weight.form.numbers]
+    if weight.outer is not None:
+        weight.outer.fill_(scale)
+        scale = 1.0
+    if weight.scales.dtype == torch.uint8:  # exponents
+        middle = 127 + round(math.log2(scale))
+        weight.scales.random_(middle - 1, middle + 1, generator=generator)
+    else:
+        drawn = torch.empty_like(weight.scales, dtype=torch.float32)
+        weight.scales.copy_(drawn.uniform_(0.75 * scale, 1.25 * scale, generator=generator))
 
 
 def fill_dummy_weight(

@@ -125,8 +125,7 @@ def routed(models: Sequence[str], routing: str) -> list[str]:
                 f"--routing {UNIFORM} is for {DUMMY}SHAPE models, not for {model!r}, whose "
                 "weights say where tokens go: leave it out."
             )
-    ending = f":{UNIFORM}"
-    return [model if model.endswith(ending) else model + ending for model in models]
+    return [m if UNIFORM in m.split(":") else f"{m}:{UNIFORM}" for m in models]
 
 
 ONE_SHAPE = {"num_cuda_graphs": 1, "use_cuda_graphs_for_non_decode_steps": False}

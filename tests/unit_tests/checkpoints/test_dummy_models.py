@@ -10,19 +10,23 @@ import torch
 from engine_loads.options import routed
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+import megatron_async.checkpoints.quantised_model as quantised_model
 from megatron_async import LLM, SamplingParams
 from megatron_async.checkpoints import CheckpointError, open_model
 from megatron_async.checkpoints.info import model_info
+from megatron_async.checkpoints.mapping import Shard, weights
 from megatron_async.checkpoints.registry import UNIFORM_EMBEDDING, load_model
 from megatron_async.cli.main import main
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.lab.workloads import start_steady_decode
 from megatron_async.models import hybrid
-from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.models.dummy_shapes import DUMMY_FORMS, DUMMY_SHAPES
+from megatron_async.models.held_weight import is_linear, quantised_weights
 from megatron_async.models.hybrid import fill_dummy_weight
 from megatron_async.models.moe import MoELayer
 from megatron_async.models.pipeline import EMBEDDING
 from megatron_async.ops.experts.expert_routing import NO_EXPERT
+from megatron_async.ops.linear.quantised_weight import widened
 
 CPU = torch.device("cpu")
 NANO = DUMMY_SHAPES["nemotron-3-nano-30b"]
@@ -136,14 +140,67 @@ def test_routing_that_cannot_be():
     assert open_model("dummy:tiny-moe:uniform").architecture == DUMMY_SHAPES["tiny-moe"]
     with pytest.raises(CheckpointError, match=r"tiny has no experts .*: leave :uniform out"):
         open_model("dummy:tiny:uniform")
-    with pytest.raises(CheckpointError, match="routing 'even' is unknown: write dummy:tiny-moe:un"):
+    with pytest.raises(
+        CheckpointError, match=r"numbers 'even' is unknown: .* with :uniform .* :nvfp4"
+    ):
         open_model("dummy:tiny-moe:even")
-    with pytest.raises(CheckpointError, match="routing '' is unknown"):
+    with pytest.raises(CheckpointError, match="numbers '' is unknown"):
         open_model("dummy:tiny-moe:")
+
+
+WIDE_ROWS = (
+    "qwen3_moe:layers=1,hidden=256,heads=4,groups=2,head=64,ffn=128,vocab=64,experts=4,topk=2"
+)
+
+
+@pytest.mark.parametrize("form", DUMMY_FORMS)
+@pytest.mark.parametrize(
+    ("shape", "shard"),
+    [(WIDE_ROWS, Shard()), (WIDE_ROWS, Shard(1, 2, 1, 2)), ("tiny-hybrid", Shard())],
+    ids=["whole", "ranks", "hybrid"],
+)
+def test_weights_of_a_form_are_kept_as_they_are_decoded(form, shape, shard):
+    """Also a rank's parts; about as large as other random weights."""
+    source = open_model(f"dummy:{shape}:{form}")
+    layouts = source.layouts(shard, True)
+    plain = {w.name: torch.empty(w.shape) for w in weights(source.architecture, shard)}
+    kept = {
+        name: layouts[name].empty(like.shape, torch.float32, CPU)
+        if name in layouts
+        else like.clone()
+        for name, like in plain.items()
+    }
+    source.load_into(plain, shard)
+    source.load_into(kept, shard)
+    assert set(layouts) == {name for name in plain if is_linear(name)}
+    for name, weight in kept.items():
+        assert torch.equal(widened(weight), plain[name]), name
+        assert name not in layouts or plain[name].std().item() == pytest.approx(0.02, rel=0.35)
+    assert len({float(w.scales.float().std()) for w in map(kept.get, layouts)}) > 1
+    assert source.quantised.bits < 5.1
+
+
+def test_a_model_of_a_form_says_what_it_says_decoded(monkeypatch):
+    monkeypatch.setattr(quantised_model, "keeps_on", lambda device: True)
+    greedy = SamplingParams(num_tokens_to_generate=6, temperature=0.0, termination_id=-1)
+    said = {}
+    for quantization in ("file", "none"):
+        with LLM("dummy:tiny-moe:int4:uniform", device="cpu", quantization=quantization) as llm:
+            served = llm.engine.controller.inference_wrapped_model.model
+            assert bool(dict(quantised_weights(served))) == (quantization == "file")
+            said[quantization] = llm.generate([[5, 9, 17]], greedy)[0].generated_tokens
+    assert said["file"] == said["none"]
+    with pytest.raises(ConfigurationError, match=r"'fp8' is for weights of 16 bits.*holds INT4"):
+        LLM("dummy:tiny:int4", device="cpu", quantization="fp8")
+    with pytest.raises(
+        ConfigurationError, match="no whole groups of 128: use another tensor_model"
+    ):
+        open_model(f"dummy:{WIDE_ROWS}:int4").layouts(Shard(0, 4), True)
 
 
 def test_option_of_the_benchmarks():
     assert routed(["dummy:tiny-moe", "x"], "as-loaded") == ["dummy:tiny-moe", "x"]
+    assert routed(["dummy:tiny-moe:uniform:int4"], "uniform") == ["dummy:tiny-moe:uniform:int4"]
     names = ["dummy:tiny-moe", "dummy:tiny-hybrid:uniform"]
     assert routed(names, "uniform") == [f"dummy:{n}:uniform" for n in ("tiny-moe", "tiny-hybrid")]
     with pytest.raises(ConfigurationError, match="--routing uniform is for dummy:SHAPE models"):
@@ -223,9 +280,11 @@ def test_one_answers(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama:" + TINY.replace("layers=2", "layers=5000"), "layers=5000 is more than any model"),
         ("llama:" + TINY.replace("vocab=256", "vocab=100000000"), "vocab=.* is more than"),
         ("mixtral:" + EXPERTS.replace("experts=4", "experts=9" + "0" * 9), "experts=.* more than"),
-        ("llama:" + TINY + ":even", "routing 'even' is unknown: write dummy:llama:layers=2,.*unif"),
+        ("llama:" + TINY + ":even", "numbers 'even' is unknown: write dummy:llama:layers=2,.*unif"),
         ("llama:" + TINY + ":uniform", "has no experts over which to spread"),
-        ("mixtral:" + EXPERTS + ":uniform:uniform", "routing 'uniform:uniform' is unknown"),
+        ("mixtral:" + EXPERTS + ":uniform:uniform", "numbers 'uniform:uniform' is unknown"),
+        ("tiny:int4:nvfp4", "numbers 'int4:nvfp4' is unknown"),
+        ("tiny:int8", "numbers 'int8' is unknown"),
     ],
 )  # fmt: skip
 def test_what_is_no_shape(shape: str, message: str) -> None:
