@@ -33,7 +33,7 @@ from megatron_async.ops.linear.quantised_weight import QuantisedWeight
 TRANSFORMER_IMPLS = ("local", "transformer_engine")
 """Values of Megatron's `transformer_impl` that are served."""
 ROOT_MEAN_SQUARE = {"INT4": 4.637, "FP4": 2.926}
-"""Of all 16 numbers, less 8 of INT4."""
+"""Size of the 16 numbers, of INT4 less 8."""
 PART = 2**24
 """Random numbers that are drawn at once: 64 MiB beside the weights."""
 
