@@ -55,18 +55,20 @@ from megatron_async.ops.linear.product_kernel import (
     check_copied,
     new_sums,
 )
-from megatron_async.ops.linear.qkv_places import split_pairs
 from megatron_async.ops.linear.strips import (
     LINE_BYTES,
     ask,
     ask_weights,
     grid_of,
+    over_outputs,
+    over_rows,
     promoted_sums,
+    scales_of_blocks,
     scales_of_outputs,
     side_of_sums,
+    split_halves,
     start_of,
     strip_layout,
-    sums_layout,
     zeros_of,
 )
 
@@ -146,6 +148,8 @@ class StreamedPlan:
     """Warps of a program; 0: a warpgroup for each 64 rows. More share the outputs."""
     row_blocks: int = 1
     """Programs that share the rows, in FP8."""
+    swaps: bool = False
+    """Whether weights are the matrix units' lines, in FP8; then there is one piece."""
 
 
 def streamed_plan(problem: Problem) -> StreamedPlan | None:
@@ -341,13 +345,16 @@ def streamed_kernel(
     blocks: gl.constexpr = 0,
     scale_rows: gl.constexpr = 0,
     one_block: gl.constexpr = False,
+    swaps: gl.constexpr = False,
 ) -> None:
     """All rows, at most a block, times `sum(pieces)` weight rows, or twice as many if `gated`, over
     one share of the inputs: `chunks` chunks, of which `ring` are in shared memory, or asked for, at
     a time. An activation takes the rounded product if it `rounds`.
 
     Numbers are of 16 bits, or FP8 with `row_scales` for each of `blocks` strips, and
-    `weight_scales` for each strip and `scale_rows` outputs, or, with 0, one an output.
+    `weight_scales` for each strip and `scale_rows` outputs, or, with 0, one an output. If it
+    `swaps`, weights are the matrix units' lines, of which these always multiply 64, and rows their
+    columns: so few rows cost no products of lines that nobody stores.
     """
     if overlap:
         gdc_launch_dependents()
@@ -365,8 +372,8 @@ def streamed_kernel(
     chunk_bytes: gl.constexpr = (block_m + height * halves) * strips * LINE_BYTES
     descriptors = (weights_0, weights_1, weights_2)
     # A warpgroup reads 64 rows. Rows of the strips behind give sums that nobody stores.
-    lines: gl.constexpr = max(64, block_m)
-    grid: gl.constexpr = grid_of(lines, gl.num_warps(), bits)
+    lines: gl.constexpr = block_m if swaps else max(64, block_m)
+    grid: gl.constexpr = grid_of(lines, gl.num_warps(), bits, swaps)
     behind: gl.constexpr = lines // block_m - 1
     x = gl.allocate_shared_memory(dtype, [ring * strips + behind, block_m, strip_inputs], in_memory)
     buffers = ()
@@ -393,10 +400,18 @@ def streamed_kernel(
         # Here, as at the end nothing else would run while they come.
         for i in gl.static_range(products):
             of_piece = scales_of_outputs(
-                weight_scales, 0, first + start_of(pieces, i), n, pieces[i], halves,
-                1, 1, False, side_of_sums(grid, pieces[i], halves, 0),
+                weight_scales, 0, first + start_of(pieces, i), n, pieces[i], halves, 1,
+                side_of_sums(grid, pieces[i], halves, "outputs"),
             )  # fmt: skip
             of_outputs = of_outputs + (of_piece,)
+    of_blocks = ()
+    if has_scales:
+        for i in gl.static_range(2):
+            of_chunk = scales_of_blocks(
+                weight_scales, begin + i * strips, first, n, strips, halves, scale_rows, blocks,
+                one_block,
+            )  # fmt: skip
+            of_blocks = of_blocks + (of_chunk,)
     if overlap:
         gdc_wait()
     for i in gl.static_range(ring):
@@ -404,9 +419,9 @@ def streamed_kernel(
     sums = zeros_of(pieces, halves, lines, grid)
     if has_scales:
         sums = promoted_sums(
-            sums, x_strips, x, descriptors, buffers, arrived, row_scales, weight_scales, rows, n,
-            scale_stride, first, first_row, begin, lines, grid, chunks, chunk_bytes, pieces, ring,
-            halves, blocks, scale_rows, one_block,
+            sums, x_strips, x, descriptors, buffers, arrived, row_scales, weight_scales,
+            of_blocks, rows, n, scale_stride, first, first_row, begin, lines, grid, chunks,
+            chunk_bytes, pieces, ring, halves, blocks, scale_rows, one_block,
         )  # fmt: skip
     else:
         slot = first * 0
@@ -441,15 +456,16 @@ def streamed_kernel(
         else:
             sums = warpgroup_mma_wait(0, deps=sums)
     for piece in gl.static_range(products):
-        line = gl.arange(0, lines, layout=side_of_sums(grid, pieces[piece], 1, 1))[:, None]
+        line = gl.arange(0, lines, layout=side_of_sums(grid, pieces[piece], 1, "rows"))
+        line = over_outputs(line, grid)
         row = line + first_row
-        place = gl.arange(0, pieces[piece], layout=side_of_sums(grid, pieces[piece], 1, 0))
-        place = place[None, :] + (first + start_of(pieces, piece))
+        place = gl.arange(0, pieces[piece], layout=side_of_sums(grid, pieces[piece], 1, "outputs"))
+        place = over_rows(place, grid) + (first + start_of(pieces, piece))
         y = sums[piece]
         if has_scales and scale_rows == 0:
-            y = y * of_outputs[piece][None, :]
+            y = y * over_rows(of_outputs[piece], grid)
         if gated:
-            y, up = split_pairs(y, lines, pieces[piece], sums_layout(grid, pieces[piece], 1))
+            y, up = split_halves(y, lines, pieces[piece], grid)
         if has_bias:
             y = y + gl.load(bias + place, mask=place < n, other=0.0).to(gl.float32)
         if rounds and (gated or squared):

@@ -47,6 +47,8 @@ LEAST_STRIPS = 8
 COLUMNS = 64
 """Sums of a row that a warpgroup multiplies at once: a thread holds the products of two pieces, and
 all sums."""
+SWAPPED_ROWS = 32
+"""Most rows of a product whose weights are the matrix units' lines."""
 MOST_COLUMNS = 128
 """Sums of a row that one warpgroup has; two share more, of up to 64 rows."""
 BY_BLOCKS = Rounding("128 at a time, in order, of FP8", "rows")
@@ -91,7 +93,10 @@ def layout(height: int, splits: int, block_m: int, gated: bool, k: int) -> Strea
     """The plan of tiles of so many outputs."""
     halves = 2 if gated else 1
     warps, columns = 0, COLUMNS
-    if height * halves > MOST_COLUMNS and block_m <= ONE_WARPGROUP:
+    swaps = block_m <= SWAPPED_ROWS and height % ONE_WARPGROUP == 0
+    if swaps:
+        warps, columns = height // 16, height * halves
+    elif height * halves > MOST_COLUMNS and block_m <= ONE_WARPGROUP:
         warps, columns = 8, height * halves
     piece, pieces = triton.next_power_of_2(columns // halves), list[int]()
     while (rest := height - sum(pieces)) > 0:
@@ -99,11 +104,12 @@ def layout(height: int, splits: int, block_m: int, gated: bool, k: int) -> Strea
             piece //= 2
         pieces.append(piece)
     strip_bytes = (block_m + height * halves) * LINE_BYTES.value
-    room = MORE_SHARED_MEMORY - max(ONE_WARPGROUP - block_m, 0) * LINE_BYTES.value
+    behind = 0 if swaps else max(ONE_WARPGROUP - block_m, 0)
+    room = MORE_SHARED_MEMORY - behind * LINE_BYTES.value
     strips = 2 if room // (2 * strip_bytes) >= 4 else 1
     chunks = triton.cdiv(triton.cdiv(k, BLOCK * strips), splits)
     ring = max(2, min(room // (strips * strip_bytes), chunks))
-    return StreamedPlan(tuple(pieces), splits, strips, ring, block_m, warps=warps)
+    return StreamedPlan(tuple(pieces), splits, strips, ring, block_m, warps=warps, swaps=swaps)
 
 
 def streamed_fp8_product(
@@ -146,6 +152,13 @@ def multiply(
     """The product of rounded rows."""
     check_copied("streamed_fp8_product", x.codes, weight.codes)
     height = sum(plan.pieces)
+    lines = 16 * (plan.warps or 4)
+    fits = not plan.swaps or (len(plan.pieces) == 1 and height % lines == 0)
+    if height > MOST_HEIGHT or not fits:
+        raise ValueError(
+            f"streamed_fp8_product: tiles have at most {MOST_HEIGHT} outputs, and are one piece of "
+            f"whole {lines} lines where they are swapped; found {plan.pieces}."
+        )
     return launch_streamed(
         x.codes,
         weight.codes,
@@ -157,8 +170,9 @@ def multiply(
         blocks=weight.size(1) // BLOCK,
         scale_rows=weight.form.rows if weight.form.inputs else 0,
         one_block=weight.form.rows > 1
-        and (height % BLOCK == 0 or BLOCK % height == 0)
+        and BLOCK % height == 0
         and (activation != "swiglu" or given.outputs % BLOCK == 0),
+        swaps=plan.swaps,
     )
 
 

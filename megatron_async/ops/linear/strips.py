@@ -23,6 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from megatron_async.ops.linear.qkv_places import split_pairs
+
 LINE_BYTES = gl.constexpr(128)
 """Bytes of a line in shared memory: what the matrix units' pattern of lines repeats."""
 
@@ -47,26 +49,57 @@ def size_of(pieces: Any, piece: int) -> int:
 
 
 @gluon.constexpr_function
-def grid_of(lines: int, warps: int, bits: int) -> Any:
+def grid_of(lines: int, warps: int, bits: int, swaps: bool = False) -> Any:
     """How warps share sums of so many rows, of numbers of so many bits: warps along the rows, 16
-    rows each, and along the columns; inputs that are multiplied at once."""
-    along_rows = min(warps, lines // 16)
-    return along_rows, warps // along_rows, 256 // bits
+    rows each, and along the columns; inputs that are multiplied at once; rows if it `swaps`: then
+    each warp has 16 outputs at a time, of all rows."""
+    along_rows = min(warps, lines // 16) if not swaps else 0
+    along_columns = warps // along_rows if along_rows else warps
+    return along_rows, along_columns, 256 // bits, lines if swaps else 0
 
 
 @gluon.constexpr_function
 def sums_layout(grid: Any, piece: int, halves: int) -> Any:
-    """Layout of sums of a piece, and behind them of up's: `[rows, halves * piece]`. The sums of an
-    output are in one thread."""
-    along_rows, along_columns, inputs = grid
+    """Layout of sums of a piece, and behind them of up's: `[rows, halves * piece]`, or `[halves *
+    piece, rows]`. The sums of an output, of gate and up, are in one thread."""
+    along_rows, along_columns, inputs, swapped = grid
+    if swapped:
+        return gl.NVMMADistributedLayout([3, 0], [along_columns, 1], [16, swapped, inputs])
     columns = piece * halves if along_columns == 1 else piece // along_columns
     return gl.NVMMADistributedLayout([3, 0], [along_rows, along_columns], [16, columns, inputs])
 
 
 @gluon.constexpr_function
-def side_of_sums(grid: Any, piece: int, halves: int, dim: int) -> Any:
-    """Layout of one axis of sums."""
-    return gl.SliceLayout(dim, sums_layout(grid, piece, halves))
+def side_of_sums(grid: Any, piece: int, halves: int, side: str) -> Any:
+    """Layout of one axis of sums: of "rows" or "outputs"."""
+    dim = (side == "rows") != (grid[3] > 0)
+    return gl.SliceLayout(int(dim), sums_layout(grid, piece, halves))
+
+
+@gluon.jit
+def over_rows(of_outputs: gl.tensor, grid: gl.constexpr) -> gl.tensor:
+    """A number of each output, as sums are multiplied by it."""
+    return of_outputs[:, None] if grid[3] > 0 else of_outputs[None, :]
+
+
+@gluon.jit
+def over_outputs(of_rows: gl.tensor, grid: gl.constexpr) -> gl.tensor:
+    """A number of each row, as sums are multiplied by it."""
+    return of_rows[None, :] if grid[3] > 0 else of_rows[:, None]
+
+
+@gluon.jit
+def split_halves(
+    y: gl.tensor, lines: gl.constexpr, piece: gl.constexpr, grid: gl.constexpr
+) -> tuple[gl.tensor, gl.tensor]:
+    """Sums of gate and of up."""
+    if grid[3] > 0:
+        gate, up = gl.split(y.reshape([2, piece, lines]).permute([1, 2, 0]))
+        layout: gl.constexpr = sums_layout(grid, piece, 1)
+        gate, up = gl.convert_layout(gate, layout), gl.convert_layout(up, layout)
+    else:
+        gate, up = split_pairs(y, lines, piece, sums_layout(grid, piece, 1))
+    return gate, up
 
 
 @gluon.jit
@@ -112,33 +145,68 @@ def zeros_of(
     zeros = ()
     for i in gl.static_range(len(pieces)):
         zero = gl.full(
-            [lines, halves * pieces[i]], 0.0, gl.float32,
-            sums_layout(grid, pieces[i], halves),
+            [halves * pieces[i], lines] if grid[3] > 0 else [lines, halves * pieces[i]],
+            0.0, gl.float32, sums_layout(grid, pieces[i], halves),
         )  # fmt: skip
         zeros = zeros + (zero,)
     return zeros
 
 
 @gluon.jit
-def scales_by_blocks(
+def scales_of_blocks(
     scales: gl.tensor,
     block: gl.tensor,
     first: gl.tensor,
-    end: gl.tensor,
-    column: gl.tensor,
+    n: gl.tensor,
+    strips: gl.constexpr,
+    halves: gl.constexpr,
     scale_rows: gl.constexpr,
     blocks: gl.constexpr,
     one_block: gl.constexpr,
+) -> gl.tuple:
+    """Scales of a tile's blocks at each strip of a chunk, from a block of inputs on: of the tile's
+    first output and, unless it lies in `one_block`, of the next block; then those of up's. None
+    where each output has scales of its own, `scale_rows` at most 1."""
+    found = ()
+    if scale_rows > 1:
+        for each in gl.static_range(strips):
+            column = gl.minimum(block + each, blocks - 1)
+            for half in gl.static_range(halves):
+                for nth in gl.static_range(1 if one_block else 2):
+                    row = gl.minimum(first + nth * scale_rows, n - 1) + half * n
+                    found = found + (gl.load(scales + row // scale_rows * blocks + column),)
+    return found
+
+
+@gluon.jit
+def spread(
+    found: gl.tuple,
+    each: gl.constexpr,
+    first: gl.tensor,
+    n: gl.tensor,
+    start: gl.constexpr,
+    piece: gl.constexpr,
+    halves: gl.constexpr,
+    scale_rows: gl.constexpr,
+    one_block: gl.constexpr,
+    layout: gl.constexpr,
 ) -> gl.tensor:
-    """Scales of weight rows `first + column`, which are at most `scale_rows`, so of two blocks or
-    `one_block`; of rows from `end` on any."""
-    row = gl.minimum(first, end - 1)
-    scale = gl.load(scales + row // scale_rows * blocks + block)
+    """Scales of a piece's outputs, and behind them of up's, from those of a strip's blocks; the
+    piece begins with the tile's output `start`."""
+    column = gl.arange(0, halves * piece, layout=layout)
     if one_block:
-        return gl.where(column >= 0, scale, 0.0)
-    next_row = gl.minimum(first + scale_rows, end - 1)
-    other = gl.load(scales + next_row // scale_rows * blocks + block)
-    return gl.where(column < scale_rows - first % scale_rows, scale, other)
+        scale = gl.where(column >= 0, found[each * halves], 0.0)
+        if halves == 2:
+            scale = gl.where(column < piece, scale, found[each * halves + 1])
+    else:
+        own: gl.constexpr = each * halves * 2
+        place = column + start
+        scale = gl.where(place < scale_rows - first % scale_rows, found[own], found[own + 1])
+        if halves == 2:
+            left = scale_rows - (first + n) % scale_rows
+            up = gl.where(place - piece < left, found[own + 2], found[own + 3])
+            scale = gl.where(column < piece, scale, up)
+    return scale
 
 
 @gluon.jit
@@ -149,25 +217,15 @@ def scales_of_outputs(
     n: gl.tensor,
     piece: gl.constexpr,
     halves: gl.constexpr,
-    scale_rows: gl.constexpr,
     blocks: gl.constexpr,
-    one_block: gl.constexpr,
     layout: gl.constexpr,
 ) -> gl.tensor:
-    """Scales of a piece's outputs, and behind them of up's, at one of a weight row's `blocks`
-    blocks of inputs."""
+    """Scales of a piece's outputs, and behind them of up's, that each have their own at one of a
+    weight row's `blocks` blocks of inputs."""
     column = gl.arange(0, halves * piece, layout=layout)
-    block = gl.minimum(block, blocks - 1)
-    if scale_rows > 1:
-        scale = scales_by_blocks(scales, block, first, n, column, scale_rows, blocks, one_block)
-        if halves == 1:
-            return scale
-        up = scales_by_blocks(
-            scales, block, first + n, 2 * n, column - piece, scale_rows, blocks, one_block
-        )
-        return gl.where(column < piece, scale, up)
     place = first + column % piece
     row = gl.where(column < piece, place, place + n)
+    block = gl.minimum(block, blocks - 1)
     return gl.load(scales + row * blocks + block, mask=place < n, other=0.0)
 
 
@@ -199,6 +257,7 @@ def promote(
     weight_scale: gl.tensor,
     piece: gl.constexpr,
     by_blocks: gl.constexpr,
+    grid: gl.constexpr,
 ) -> gl.tuple:
     """Sums of all pieces, to those of one of which a strip's product is added.
 
@@ -208,9 +267,9 @@ def promote(
     sums = ()
     for i in gl.static_range(1, len(waited)):
         if i == piece + 1:
-            factor = row_scale[:, None]
+            factor = over_outputs(row_scale, grid)
             if by_blocks:
-                factor = factor * weight_scale[None, :]
+                factor = factor * over_rows(weight_scale, grid)
             sums = sums + (waited[i] + waited[0] * factor,)
         else:
             sums = sums + (waited[i],)
@@ -227,6 +286,7 @@ def promoted_sums(
     arrived: gl.tensor,
     row_scales: gl.tensor,
     weight_scales: gl.tensor,
+    of_blocks: gl.tuple,
     rows: gl.tensor,
     n: gl.tensor,
     scale_stride: gl.tensor,
@@ -248,14 +308,16 @@ def promoted_sums(
     weight have one scale for each of `blocks` blocks of inputs, or 0: none in the loop.
 
     While a product of a chunk runs, the one before is promoted. Rows' scales come while the chunk
-    before is multiplied.
+    before is multiplied, and those of blocks, which memory has, while the two before are:
+    `of_blocks` has those of the first two chunks.
     """
     dtype: gl.constexpr = x_strips.dtype
     strips: gl.constexpr = x_strips.block_shape[0]
     products: gl.constexpr = len(pieces)
     by_blocks: gl.constexpr = scale_rows > 0
     zeros = zeros_of(pieces, halves, lines, grid)
-    side: gl.constexpr = side_of_sums(grid, pieces[0], halves, 1)
+    side: gl.constexpr = side_of_sums(grid, pieces[0], halves, "rows")
+    next_blocks, later_blocks = of_blocks
     slot = first * 0
     phase = first * 0
     coming = scales_of_rows(
@@ -267,28 +329,48 @@ def promoted_sums(
         coming = scales_of_rows(
             row_scales, block + strips, first_row, rows, scale_stride, lines, strips, blocks, side
         )
+        here = next_blocks
+        next_blocks = later_blocks
+        later_blocks = scales_of_blocks(
+            weight_scales, block + 2 * strips, first, n, strips, halves, scale_rows, blocks,
+            one_block,
+        )  # fmt: skip
         mbarrier.wait(arrived.index(slot), phase)
         before, row_before, weight_before = zeros[0], zeros[0], zeros[0]
         for each in gl.static_range(strips):
             place = slot * strips + each
             values = x.index(place)._reinterpret(dtype, [lines, 128], strip_layout(8))
             for i in gl.static_range(products):
-                weight = buffers[i].index(place).permute((1, 0))
-                running = warpgroup_mma(values, weight, zeros[i], use_acc=False, is_async=True)
+                weight = buffers[i].index(place)
+                left, right = values, weight
+                if grid[3] > 0:
+                    left, right = weight, values
+                running = warpgroup_mma(
+                    left, right.permute((1, 0)), zeros[i], use_acc=False, is_async=True
+                )
                 row_scale = gl.convert_layout(
-                    of_rows[each], side_of_sums(grid, pieces[i], halves, 1)
+                    of_rows[each], side_of_sums(grid, pieces[i], halves, "rows")
                 )
                 weight_scale = row_scale
-                if by_blocks:
+                if scale_rows > 1:
+                    weight_scale = spread(
+                        here, each, first, n, start_of(pieces, i), pieces[i], halves, scale_rows,
+                        one_block, side_of_sums(grid, pieces[i], halves, "outputs"),
+                    )  # fmt: skip
+                elif by_blocks:
                     weight_scale = scales_of_outputs(
                         weight_scales, block + each, first + start_of(pieces, i), n, pieces[i],
-                        halves, scale_rows, blocks, one_block,
-                        side_of_sums(grid, pieces[i], halves, 0),
+                        halves, blocks, side_of_sums(grid, pieces[i], halves, "outputs"),
                     )  # fmt: skip
                 if each + i > 0:
                     waited = warpgroup_mma_wait(1, deps=(before,) + sums)
                     sums = promote(
-                        waited, row_before, weight_before, (i + products - 1) % products, by_blocks
+                        waited,
+                        row_before,
+                        weight_before,
+                        (i + products - 1) % products,
+                        by_blocks,
+                        grid,
                     )
                 before = running
                 row_before = row_scale
@@ -300,7 +382,7 @@ def promoted_sums(
             mbarrier.expect(arrived.index(slot), chunk_bytes, pred=wanted)
             ask_weights(descriptors, buffers, arrived, slot, first, strip, wanted, pieces)
             ask(x_strips, x, arrived, slot, [strip, first_row, 0], wanted)
-        sums = promote(waited, row_before, weight_before, products - 1, by_blocks)
+        sums = promote(waited, row_before, weight_before, products - 1, by_blocks, grid)
         slot = gl.where(slot + 1 == ring, 0, slot + 1)
         phase = gl.where(slot == 0, 1 - phase, phase)
     return sums

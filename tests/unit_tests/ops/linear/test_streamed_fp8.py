@@ -51,6 +51,8 @@ PLANS = [
     (64, 128, 256, StreamedPlan((64,), 1, 2, 2, 64)),
     (100, 70, 512, StreamedPlan((32, 32), 1, 1, 3, 128)),
     (70, 70, 384, StreamedPlan((64,), 1, 1, 2, 32, row_blocks=3)),
+    (3, 200, 640, StreamedPlan((64,), 1, 2, 2, 8, warps=4, swaps=True)),  # ragged tile and chunk
+    (20, 256, 384, StreamedPlan((128,), 1, 1, 2, 32, warps=8, swaps=True)),
 ]
 
 LLAMA = [
@@ -160,7 +162,7 @@ def compiled(rows, outputs, k, activation, split, form):
     constants = {"chunks": chunks, "pieces": plan.pieces, "ring": min(plan.ring, chunks)}
     constants |= {"rounds": False, "gated": gated, "squared": False, "has_bias": False}
     constants |= {"overlap": True, "blocks": k // BLOCK, "one_block": inputs > 0}
-    constants |= {"scale_rows": scale_rows if inputs else 0}
+    constants |= {"scale_rows": scale_rows if inputs else 0, "swaps": plan.swaps}
     sizes = sorted(set(plan.pieces), reverse=True)
     sizes += sizes[-1:] * (MOST_PIECES - len(sizes))
     blocks = [([plan.strips, plan.block_m, 128], STRIPS_OF_FP8)]

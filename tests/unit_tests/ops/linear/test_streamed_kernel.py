@@ -176,7 +176,7 @@ def compiled(k, gated, plan):
     }
     types |= dict.fromkeys(("rows", "n"), "i32")
     constants |= {"row_scales": None, "weight_scales": None, "scale_stride": None}
-    constants |= {"blocks": 0, "scale_rows": 0, "one_block": False}
+    constants |= {"blocks": 0, "scale_rows": 0, "one_block": False, "swaps": False}
     signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
     source = GluonASTSource(streamed.streamed_kernel, signature, constants, {})
     options = {"num_warps": max(4, plan.block_m // 16), "launch_pdl": True}
