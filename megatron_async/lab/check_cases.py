@@ -219,11 +219,11 @@ class NeedleServer:
         return answers
 
     def _room(self, prompts: Sequence[list[int]]) -> int:
-        """Blocks for each prompt and a quarter of its answer; or for all of the longest, which then
-        ends in any case."""
+        """Blocks for each prompt and its first token, so that an answer which needs another block
+        has somebody evicted; or for all of the longest, which then ends in any case."""
         size = self.llm.engine.context.config.block_size_tokens
         least = (max(map(len, prompts)) + 2 * self.tokens) // size + 2
-        return max(least, sum((len(each) + self.tokens // 4) // size + 1 for each in prompts))
+        return max(least, sum(len(each) // size + 1 for each in prompts))
 
     def _answer(self, needle: int, request: DynamicInferenceRequest, case: str) -> Answer:
         if request.error is not None:

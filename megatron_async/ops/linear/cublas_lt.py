@@ -3,7 +3,9 @@
 The matrix units add up in one order (`IN_ORDER`), in cuBLASLt's kernels too, as long as the inputs
 are not divided: among programs, whose partial sums need a workspace, or among the warps of one. So
 it is called with a handle of our own, without a workspace, and by algorithms that are proven: on
-random numbers they have the bits of `tile_kernel`. Torch's own calls stay as they are.
+random numbers they have the bits of `tile_kernel`. Torch's own calls stay as they are. (Of more
+tiles than two or three for each processor cuBLASLt's check names 4 bytes, for a count of tiles,
+though its heuristic named none: without them it multiplies as fast, docs/records/one_order.md.)
 
 For a weight's shape and each class of rows (`CLASSES`), cuBLASLt's heuristic is asked once, outside
 of a capture; the class's algorithm then multiplies any number of its rows. Where there is none, and
@@ -208,7 +210,7 @@ class CublasLt:
         status = self._library.cublasLtMatmulAlgoCheck(
             self._handle, operation, a, b, d, d, chosen, ctypes.byref(answer)
         )
-        if status or answer.workspace:
+        if status:
             logger.info("cuBLASLt takes no %d rows by %d x %d: our kernel does.", rows, outputs, k)
             return None
         return a, b, d, chosen

@@ -31,7 +31,7 @@ WEIGHTS = {
     "SmolLM2": [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)],
 }
 """Outputs and inputs of the products of four models."""
-ROWS = (65, 96, 128, 200, 256, 512, 1000, 2048)
+ROWS = (65, 96, 128, 200, 256, 512, 1000, 2048, 8192)
 
 
 def problem(rows, outputs=4096, k=4096, dtype=BRAIN, aligned=True, invariant=True):
@@ -225,10 +225,12 @@ def by_library(x, weight, bias=None):
     ("n", "k"), [pytest.param(*pair, id=f"{name}-{pair[0]}-{pair[1]}")
                  for name, pairs in WEIGHTS.items() for pair in pairs],
 )  # fmt: skip
-def test_bits_on_a_gpu(n, k):
-    """Rows of all classes have the bits of our own kernel, eagerly and in a graph."""
+def test_bits_on_a_gpu(n, k, caplog):
+    """Rows of all classes have the bits of our own kernel, eagerly and in a graph, and the library
+    takes them all."""
     torch.manual_seed(0)
     most = ROWS[-1] if n < 64_000 else 512
+    cublas_lt._tell_of_refusal.cache_clear()
     x, weight = random(most, k, dtype=BRAIN, device="cuda"), weight_of(n, k, BRAIN, "cuda")
     expected = tile_product(x, weight, None, "", HIGH_TILES)
     missing = []
@@ -243,6 +245,7 @@ def test_bits_on_a_gpu(n, k):
     graph.replay()
     assert torch.equal(captured, expected[:96])
     assert not missing, "these rows have no algorithm of the library"
+    assert "refuses" not in caplog.text
 
 
 @pytest.mark.gpu
