@@ -15,7 +15,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_async.ops.attention.join_parts import (
+    LOG2_E,
+    add_sink,
     add_tile,
+    bounded,
     is_last_part,
     join_one,
     join_parts,
@@ -64,7 +67,6 @@ def check_rows(
         )
 
 
-LOG2_E = 1.4426950408889634
 AT_ONCE = tl.constexpr(2)
 """Parts of their own length that a tile's last program asks for at once; not measured."""
 NO_MAXIMUM = tl.constexpr(-1e30)
@@ -85,6 +87,9 @@ def paged_prefill_attention(
     first_key: int = 0,
     part: int = 0,
     scales: Tensor | None = None,
+    sinks: Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> None:
     """Attention of prefill rows over the paged cache, this step's keys and values already in place.
 
@@ -108,6 +113,8 @@ def paged_prefill_attention(
             bits of a decode row, whatever the chunk. Then the schedule is made for them, if it
             divides keys, and the tile is `in_parts`. 0: there are none.
         scales: of caches in e4m3 (`narrow_cache.py`).
+        sinks, window, softcap: of `TorchPagedAttention`. With a window the schedule divides no
+            keys.
 
     Raises:
         ValueError: shapes do not match.
@@ -118,9 +125,9 @@ def paged_prefill_attention(
     dim = query.size(2)
     block_size, kv_heads = key_cache.shape[1:3]
     parts = schedule.parts
-    if parts is not None and first_key:
+    if parts is not None and (first_key or window):
         raise ValueError(
-            f"{name}: keys are divided, which first_key={first_key} does not "
+            f"{name}: keys are divided, which first_key={first_key} and window={window} do not "
             "allow; make the schedule with processors=0."
         )
     is_cut_otherwise = parts is not None and schedule.part != part
@@ -139,8 +146,9 @@ def paged_prefill_attention(
         block_tables,
         block_tables.stride(0),
         schedule.units,
-        scale * LOG2_E,
+        scale * LOG2_E.value,
         query if scales is None else scales,
+        sinks,
         out,
         *_descriptors(key_cache, value_cache, tile),
         *(parts or (None,) * 4),
@@ -154,6 +162,8 @@ def paged_prefill_attention(
         query_tile=tile.queries,
         key_tile=tile.keys,
         first_key=first_key,
+        window=window,
+        softcap=softcap,
         part=part,
         is_settled=is_settled,
         num_warps=4,
@@ -182,11 +192,11 @@ def _scores(
     value_descriptor: tl.tensor, table: tl.tensor, position: tl.tensor, first: tl.tensor,
     length: tl.tensor, kv_head: tl.tensor, masked: tl.constexpr, block_size: tl.constexpr,
     kv_heads: tl.constexpr, dim: tl.constexpr, dim_tile: tl.constexpr, key_tile: tl.constexpr,
-    first_key: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Scores of the tile of keys from `first` on, and its values. `queries`: as the product takes
-    them, and what scores are multiplied by, or None."""
-    q, back = queries
+    them; what scores are multiplied by; the first key that one of the queries sees, and that each
+    sees; the scale and the cap of scores. The last five may be None."""
+    q, back, begin_key, least, own_scale, softcap = queries
     column = tl.arange(0, dim_tile)
     inside = column < dim
     key_position = first + tl.arange(0, key_tile)
@@ -203,11 +213,15 @@ def _scores(
             cell = block * block_size + first % block_size + tl.arange(0, key_tile)
         else:
             exists = key_position < length
+            if masked and begin_key is not None:
+                exists = exists & (key_position >= begin_key)
             block = tl.load(table + key_position // block_size, mask=exists, other=0)
             cell = block.to(tl.int64) * block_size + key_position % block_size
         place = (cell * kv_heads + kv_head) * dim
         if masked or dim != dim_tile:
             loaded = (key_position < length)[:, None] & inside[None, :]
+            if masked and begin_key is not None:
+                loaded = loaded & (key_position >= begin_key)[:, None]
             k = tl.load(key_cache + place[:, None] + column[None, :], mask=loaded, other=0.0)
             v = tl.load(value_cache + place[:, None] + column[None, :], mask=loaded, other=0.0)
         else:
@@ -220,10 +234,12 @@ def _scores(
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
     if back is not None:
         score *= back[:, None]
+    if own_scale is not None:
+        score = bounded(score, own_scale, softcap)
     if masked:
         sees = position[:, None] >= key_position[None, :]
-        if first_key > 0:
-            sees = sees & (key_position[None, :] >= tl.minimum(position, first_key)[:, None])
+        if least is not None:
+            sees = sees & (key_position[None, :] >= least[:, None])
         score = tl.where(sees, score, -float("inf"))
     return score, v
 
@@ -251,7 +267,6 @@ def _attend_tiles(
     dim: tl.constexpr,
     dim_tile: tl.constexpr,
     key_tile: tl.constexpr,
-    first_key: tl.constexpr,
     in_parts: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     more: tl.constexpr = WEIGHT_BITS if key_cache.dtype.element_ty == tl.float8e4nv else 0
@@ -259,7 +274,6 @@ def _attend_tiles(
         score, v = _scores(
             queries, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
             first, length, kv_head, masked, block_size, kv_heads, dim, dim_tile, key_tile,
-            first_key,
         )  # fmt: skip
         if in_parts:
             maximum, total, gathered = add_tile(score, v, maximum, total, gathered, scale, more)
@@ -294,7 +308,7 @@ def _attend_parts(
     for first in tl.range(begin, end, key_tile):
         score, v = _scores(
             queries, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
-            first, length, kv_head, masked, block_size, kv_heads, dim, dim_tile, key_tile, 0,
+            first, length, kv_head, masked, block_size, kv_heads, dim, dim_tile, key_tile,
         )  # fmt: skip
         if first % part == 0:
             joined_maximum, joined_total, joined = join_one(
@@ -326,6 +340,7 @@ def _prefill_kernel(
     units: tl.tensor,
     scale: tl.tensor,
     scales: tl.tensor,
+    sinks: tl.tensor,
     out: tl.tensor,
     key_descriptor: tl.tensor,
     value_descriptor: tl.tensor,
@@ -343,6 +358,8 @@ def _prefill_kernel(
     query_tile: tl.constexpr,
     key_tile: tl.constexpr,
     first_key: tl.constexpr,
+    window: tl.constexpr,
+    softcap: tl.constexpr,
     part: tl.constexpr,
     is_settled: tl.constexpr,
     overlap: tl.constexpr,
@@ -379,12 +396,12 @@ def _prefill_kernel(
         before = length - tokens
         q = tl.load(query + place, mask=inside, other=0.0)
         if value_scale is None:
-            queries = (q, None)
+            halves, back = q, None
         elif q.dtype == tl.bfloat16:
             halves, back = as_halves(q)
-            queries = (evens_first(halves), back)
+            halves = evens_first(halves)
         else:
-            queries = (evens_first(q), None)
+            halves, back = evens_first(q), None
         # Tokens behind the chunk's end attend like its last one, and are not stored.
         position = before + tl.minimum(token, tokens - 1)
         gathered = tl.zeros((query_tile, dim_tile), tl.float32)
@@ -400,16 +417,34 @@ def _prefill_kernel(
         if divides:
             seen = tl.minimum(seen, end)
             masked = tl.maximum(seen, begin)
+        own_scale, cap, begin_key, least = None, None, None, None
+        if softcap > 0:
+            own_scale, cap = scale, softcap
+            scale = tl.full((), LOG2_E, tl.float32)
         if first_key > 0:
-            # The first tile has keys that are not seen.
-            begin = tl.minimum(key_tile, end)
-            gathered, maximum, total = _attend_tiles(
-                queries, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
-                gathered, maximum, total, 0, begin, length, kv_head, scale, True,
-                block_size, kv_heads, dim, dim_tile, key_tile, first_key, part > 0,
-            )  # fmt: skip
-            begin = key_tile
-            seen = tl.maximum(seen, key_tile)
+            least = tl.minimum(position, first_key)
+            led = key_tile  # where the tiles end that have keys which a query does not see
+        if window > 0:
+            # Tiles before the first query's window are skipped.
+            begin_key = tl.maximum(before + first_query // group + 1 - window, 0)
+            begin = begin_key // key_tile * key_tile
+            last_begin = tl.maximum(tl.minimum(last, length) - window, 0)
+            if first_key > 0:
+                least = tl.maximum(least, position + 1 - window)
+                last_begin = tl.maximum(last_begin, key_tile)
+            else:
+                least = position + 1 - window
+            led = tl.cdiv(last_begin, key_tile) * key_tile
+        queries = (halves, back, begin_key, least, own_scale, cap)
+        if first_key > 0 or window > 0:
+            if part == 0:
+                gathered, maximum, total = _attend_tiles(
+                    queries, key_cache, value_cache, key_descriptor, value_descriptor, table,
+                    position, gathered, maximum, total, begin, tl.minimum(led, end), length,
+                    kv_head, scale, True, block_size, kv_heads, dim, dim_tile, key_tile, False,
+                )  # fmt: skip
+                begin = led
+            seen = tl.maximum(seen, led)
             masked = seen
         if part > 0:
             joined_maximum = tl.full((query_tile,), -float("inf"), tl.float32)
@@ -429,13 +464,13 @@ def _prefill_kernel(
                     gathered, maximum, total = _attend_tiles(
                         queries, key_cache, value_cache, key_descriptor, value_descriptor, table,
                         position, gathered, maximum, total, first, masked, length, kv_head,
-                        scale, False, block_size, kv_heads, dim, dim_tile, key_tile, first_key,
+                        scale, False, block_size, kv_heads, dim, dim_tile, key_tile,
                         True,
                     )  # fmt: skip
                     gathered, maximum, total = _attend_tiles(
                         queries, key_cache, value_cache, key_descriptor, value_descriptor, table,
                         position, gathered, maximum, total, masked, part_end, length, kv_head,
-                        scale, True, block_size, kv_heads, dim, dim_tile, key_tile, first_key, True,
+                        scale, True, block_size, kv_heads, dim, dim_tile, key_tile, True,
                     )  # fmt: skip
                     # Joined from memory, one after another, by the tile's last program.
                     is_stored = units_of_tile > 1
@@ -448,10 +483,19 @@ def _prefill_kernel(
                         joined_maximum, joined_total, joined, maximum, total, gathered, scale
                     )
             else:
+                led_or_begin = 0
+                if window > 0:
+                    gathered, maximum, total, joined, joined_maximum, joined_total = _attend_parts(
+                        queries, key_cache, value_cache, key_descriptor, value_descriptor, table,
+                        position, gathered, maximum, total, joined, joined_maximum, joined_total,
+                        begin, tl.minimum(led, end), length, kv_head, scale, True,
+                        block_size, kv_heads, dim, dim_tile, key_tile, part,
+                    )  # fmt: skip
+                    led_or_begin = led
                 gathered, maximum, total, joined, joined_maximum, joined_total = _attend_parts(
                     queries, key_cache, value_cache, key_descriptor, value_descriptor, table,
                     position, gathered, maximum, total, joined, joined_maximum, joined_total,
-                    0, seen, length, kv_head, scale, False,
+                    led_or_begin, seen, length, kv_head, scale, False,
                     block_size, kv_heads, dim, dim_tile, key_tile, part,
                 )  # fmt: skip
                 gathered, maximum, total, joined, joined_maximum, joined_total = _attend_parts(
@@ -468,23 +512,32 @@ def _prefill_kernel(
             gathered, maximum, total = _attend_tiles(
                 queries, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
                 gathered, maximum, total, begin, seen, length, kv_head, scale, False,
-                block_size, kv_heads, dim, dim_tile, key_tile, first_key, part > 0,
+                block_size, kv_heads, dim, dim_tile, key_tile, part > 0,
             )  # fmt: skip
             gathered, maximum, total = _attend_tiles(
                 queries, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
                 gathered, maximum, total, masked, end, length, kv_head, scale, True,
-                block_size, kv_heads, dim, dim_tile, key_tile, first_key, part > 0,
+                block_size, kv_heads, dim, dim_tile, key_tile, part > 0,
             )  # fmt: skip
+        sink, whole = None, total
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=token < tokens, other=0.0)
+            if value_scale is not None and part == 0:
+                sink += WEIGHT_BITS / LOG2_E  # totals are larger by so many powers of two
+            if part > 0:
+                whole = add_sink(total, joined_maximum, sink, scale)
+            else:
+                whole = add_sink(total, maximum, sink, scale)
         if divides and part > 0:
             if units_of_tile > 1:
                 if is_last_part(arrived + first_slot, units_of_tile):
                     result = join_parts(
                         part_output, part_maximum, part_total, first_slot, tl.load(unit + 10),
-                        query_in_tile, place_in_slot, inside, query_tile, dim, AT_ONCE, scale,
+                        query_in_tile, place_in_slot, inside, query_tile, dim, AT_ONCE, scale, sink,
                     )  # fmt: skip
                     _store(result, value_scale, out, place, inside)
             else:
-                _store(gathered / total[:, None], value_scale, out, place, inside)
+                _store(gathered / whole[:, None], value_scale, out, place, inside)
         elif divides:
             nth = tl.load(unit + 7)
             parts = tl.load(unit + 8)
@@ -501,10 +554,10 @@ def _prefill_kernel(
                 if is_last_part(arrived + first_slot, parts):
                     result = join_parts(
                         part_output, part_maximum, part_total, first_slot, parts, query_in_tile,
-                        place_in_slot, inside, query_tile, dim,
+                        place_in_slot, inside, query_tile, dim, sink=sink,
                     )  # fmt: skip
                     _store(result, value_scale, out, place, inside)
             else:
-                _store(gathered / total[:, None], value_scale, out, place, inside)
+                _store(gathered / whole[:, None], value_scale, out, place, inside)
         else:
-            _store(gathered / total[:, None], value_scale, out, place, inside)
+            _store(gathered / whole[:, None], value_scale, out, place, inside)

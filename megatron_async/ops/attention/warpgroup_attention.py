@@ -10,7 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megatron_async.ops.attention.decode_attention import decode_tile
-from megatron_async.ops.attention.prefill_attention import LOG2_E, check_rows
+from megatron_async.ops.attention.join_parts import LOG2_E
+from megatron_async.ops.attention.prefill_attention import check_rows
 from megatron_async.ops.attention.prefill_schedule import GROUP_QUERIES, PrefillSchedule
 from megatron_async.ops.attention.warpgroup_attention_kernel import warpgroup_attention_kernel
 from megatron_async.ops.dependent_launch import HOPPER, launch_options
@@ -125,7 +126,7 @@ def warpgroup_prefill_attention(
         block_tables,
         block_tables.stride(0),
         schedule.units,
-        scale * LOG2_E,
+        scale * LOG2_E.value,
         out,
         *(parts or nothing),
         schedule.slots,

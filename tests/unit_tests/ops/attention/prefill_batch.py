@@ -41,11 +41,15 @@ class PrefillBatch:
         unused_block=PADDING,
         first_key=0,
         is_narrow=False,
+        window=0,
+        softcap=0.0,
+        has_sinks=False,
     ):
         torch.manual_seed(seed)
         self.group, self.block_size, self.scale = group, block_size, dim**-0.5
         self.longest, self.poison, self.unused_block = longest, poison, unused_block
-        self.first_key = first_key
+        self.first_key, self.window, self.softcap = first_key, window, softcap
+        self.sinks = (3 * torch.randn(kv_heads * group)).to(device) if has_sinks else None
         blocks_a_row = -(-longest // block_size)
         shape = (rows * blocks_a_row, block_size, kv_heads, dim)
         self.scales = some_scales(kv_heads, device) if is_narrow else None
@@ -95,11 +99,24 @@ class PrefillBatch:
             k, v = sequence
             tokens = slice(int(starts[row]), int(starts[row + 1]))
             score = torch.einsum("qhd,nhd->hqn", self.query[tokens].double(), k) * self.scale
+            if self.softcap:
+                score = self.softcap * torch.tanh(score / self.softcap)
             last_key = torch.arange(length - query_length, length, device=device)
             score = score.masked_fill(position > last_key[:, None], -float("inf"))
             begins = last_key.clamp(max=self.first_key)[:, None]
             score = score.masked_fill(position < begins, -float("inf"))
-            self.expected[tokens] = torch.einsum("hqn,nhd->qhd", score.softmax(2), v)
+            if self.window:
+                score = score.masked_fill(position <= last_key[:, None] - self.window, -torch.inf)
+                # What no query sees is not this row's any more: blocks are given away.
+                dead = max(length - query_length - self.window + 1, 0)
+                self.tables[row, : dead // self.block_size] = self.unused_block
+                for cache in self.keys, self.values:
+                    cache.flatten(0, 1)[cells[:dead]] = self.poison
+            if self.sinks is not None:
+                column = self.sinks.double()[:, None, None].expand(-1, query_length, 1)
+                score = torch.cat((score, column), 2)
+            weight = score.softmax(2)[..., :length]
+            self.expected[tokens] = torch.einsum("hqn,nhd->qhd", weight, v)
         return chunks
 
     def rows(self, chunks=(), max_query_length=None):
@@ -145,8 +162,13 @@ class PrefillBatch:
         tile = self.plan(schedule, rows)
         paged_prefill_attention(
             self.query, self.keys, self.values, rows.block_tables, schedule, tile, self.scale,
-            self.out, is_settled, self.first_key, scales=self.scales,
+            self.out, is_settled, self.first_key, scales=self.scales, **self.rules,
         )  # fmt: skip
+
+    @property
+    def rules(self):
+        """Window, softcap and sinks, as a kernel takes them."""
+        return {"window": self.window, "softcap": self.softcap, "sinks": self.sinks}
 
     def check(self, padding_is_left_alone=True):
         own = slice(self.first, self.tokens)

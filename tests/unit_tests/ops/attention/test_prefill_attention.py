@@ -72,16 +72,21 @@ def test_keys_that_are_not_there(block_size, dim, dtype, device):
 
 
 @pytest.mark.parametrize(
-    ("block_size", "dim", "is_narrow"),
-    [(64, 64, False), (128, 128, False), (48, 160, False), (64, 64, True)],
-)
+    ("block_size", "dim", "is_narrow", "window"),
+    [
+        (64, 64, False, 0), (128, 128, False, 0), (48, 160, False, 0), (64, 64, True, 0),
+        (64, 64, False, 150),
+    ],
+)  # fmt: skip
 def test_a_query_has_the_bits_of_a_decode_row(
-    block_size, dim, is_narrow, device, matrix_units, monkeypatch
+    block_size, dim, is_narrow, window, device, matrix_units, monkeypatch
 ):
-    """With parts of one length: in whatever chunk it comes, beside whatever others."""
+    """With parts of one length: in whatever chunk it comes, beside whatever others. With a window
+    no keys are divided. Break it: parts that are counted from the window's first key."""
     dtype = torch.bfloat16 if is_narrow else torch.float16
     part, positions = 128, torch.tensor([0, 1, 63, 64, 127, 128, 129, 200, 299], device=device)
-    batch = PrefillBatch(300, 1, 300, block_size, 2, 3, dim, dtype, device, is_narrow=is_narrow)
+    batch = PrefillBatch(300, 1, 300, block_size, 2, 3, dim, dtype, device, is_narrow=is_narrow,
+                         window=window, has_sinks=window > 0)  # fmt: skip
     batch.refill([(300, 300)], query_scale=3.0)
     every, table = batch.query.clone(), batch.tables
     tile = tile_of(300, 6, dim, block_size, dtype, batch.query.device, in_parts=True)
@@ -100,7 +105,7 @@ def test_a_query_has_the_bits_of_a_decode_row(
         caches = batch.keys, batch.values
         paged_prefill_attention(
             query, *caches, tables, schedule, tile, batch.scale, out, part=part,
-            scales=batch.scales,
+            scales=batch.scales, **batch.rules,
         )  # fmt: skip
         return list(out.split(sizes))
 
@@ -113,7 +118,7 @@ def test_a_query_has_the_bits_of_a_decode_row(
         [(0, 100), (250, 251), (128, 290)], [(1, 2)], [(127, 130), (60, 130)], [(0, 300)],
         [(299, 300), (200, 240)], [(299, 300), (200, 300)],
     ):  # fmt: skip
-        for schedule in (whole_rows, divided):
+        for schedule in (whole_rows,) if window else (whole_rows, divided):
             for (first, end), found in zip(chunks, attend(*chunks, schedule=schedule), strict=True):
                 assert torch.equal(found, whole[first:end])
         slots = []
@@ -123,17 +128,17 @@ def test_a_query_has_the_bits_of_a_decode_row(
                 slots += range(slot, slot + parts) if programs > 1 and nth == 0 else ()
         assert len(set(slots)) == len(slots), "each part of a divided tile has a slot of its own"
         assert max(slots, default=0) < divided.slots
-    assert kinds == {1, 2, 3}, "of some tiles the keys are divided"
+    assert window or kinds == {1, 2, 3}, "of some tiles the keys are divided"
     assert not divided._parts.arrived.any()
     with processors(132):
-        workspace = DecodeWorkspace(len(positions), 6, 2, dim, every.device, 1, part, 300)
+        workspace = DecodeWorkspace(len(positions), 6, 2, dim, every.device, 1, part, 300, window)
     workspace.schedule.update((positions + 1).int())
     assert workspace.schedule.splits[:, 1].max() > 1, "of some rows the parts have programs each"
     out = torch.empty_like(every[positions])
     tables = table.repeat(len(positions), 1)
     paged_decode_attention(
         every[positions], batch.keys, batch.values, tables, batch.scale, workspace, out,
-        scales=batch.scales,
+        scales=batch.scales, sinks=batch.sinks,
     )  # fmt: skip
     assert torch.equal(out, whole[positions])
 
@@ -267,7 +272,7 @@ def test_shapes_that_do_not_match(interpreter):
             paged_prefill_attention(**{**arguments, name: wrong})
     schedule = batch.schedule(4)
     assert batch.plan(schedule, rows) == batch.tile()
-    with pytest.raises(ValueError, match="first_key=1 does not allow; make the schedule with"):
+    with pytest.raises(ValueError, match="first_key=1 and window=0 do not allow; make"):
         paged_prefill_attention(**{**arguments, "schedule": schedule, "first_key": 1})
 
 

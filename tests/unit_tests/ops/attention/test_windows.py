@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from megatron_async.ops.attention import prefill_schedule
 from tests.unit_tests.ops.attention.decode_batch import Batch
+from tests.unit_tests.ops.attention.prefill_batch import PrefillBatch
 
 PART = 128
 LENGTHS = [1, 63, 64, 65, 128, 129, 0, 330]
@@ -42,3 +44,32 @@ def test_decode_of_a_narrow_cache(count, part, device):
     expected = batch.refill(LENGTHS)
     batch.run()
     batch.check(expected)
+
+
+CHUNKS = [(129, 129), (1, 200), (64, 128), (70, 333), (3, 65), (17, 64)]
+
+
+@pytest.mark.parametrize(
+    ("window", "softcap", "has_sinks", "block_size", "dim", "dtype"),
+    [
+        (64, 0.0, True, 64, 64, torch.float16),
+        (65, 0.0, False, 16, 80, torch.float32),
+        (127, 2.0, False, 48, 32, torch.float16),
+        (1, 0.0, True, 128, 128, torch.float16),
+        (0, 2.0, True, 64, 32, torch.float16),
+        (300, 0.0, False, 64, 64, torch.float16),
+    ],
+)
+def test_prefill(window, softcap, has_sinks, block_size, dim, dtype, device, monkeypatch):
+    """Keys are divided where there is no window. Break it: tiles from the last query's window on,
+    a window of a key more, a sink in each part."""
+    batch = PrefillBatch(
+        sum(query for query, _ in CHUNKS), len(CHUNKS), 333, block_size, 2, 2, dim, dtype, device,
+        window=window, softcap=softcap, has_sinks=has_sinks,
+    )  # fmt: skip
+    batch.refill(CHUNKS, query_scale=3.0)
+    monkeypatch.setattr(prefill_schedule, "LEAST_KEYS", 64)
+    schedule = batch.schedule(0 if window else 60)
+    batch.attend(batch.rows(CHUNKS), schedule)
+    batch.check()
+    assert (schedule.units[:, 8].max() > 1) == (window == 0)
