@@ -246,29 +246,13 @@ def _scores(
 
 @triton.jit
 def _attend_tiles(
-    queries: tl.tuple,
-    key_cache: tl.tensor,
-    value_cache: tl.tensor,
-    key_descriptor: tl.tensor,
-    value_descriptor: tl.tensor,
-    table: tl.tensor,
-    position: tl.tensor,
-    gathered: tl.tensor,
-    maximum: tl.tensor,
-    total: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    length: tl.tensor,
-    kv_head: tl.tensor,
-    scale: tl.tensor,
-    masked: tl.constexpr,
-    block_size: tl.constexpr,
-    kv_heads: tl.constexpr,
-    dim: tl.constexpr,
-    dim_tile: tl.constexpr,
-    key_tile: tl.constexpr,
+    queries: tl.tuple, key_cache: tl.tensor, value_cache: tl.tensor, key_descriptor: tl.tensor,
+    value_descriptor: tl.tensor, table: tl.tensor, position: tl.tensor, gathered: tl.tensor,
+    maximum: tl.tensor, total: tl.tensor, begin: tl.tensor, end: tl.tensor, length: tl.tensor,
+    kv_head: tl.tensor, scale: tl.tensor, masked: tl.constexpr, block_size: tl.constexpr,
+    kv_heads: tl.constexpr, dim: tl.constexpr, dim_tile: tl.constexpr, key_tile: tl.constexpr,
     in_parts: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     more: tl.constexpr = WEIGHT_BITS if key_cache.dtype.element_ty == tl.float8e4nv else 0
     for first in tl.range(begin, end, key_tile):
         score, v = _scores(
@@ -332,38 +316,15 @@ def _store(
 
 @triton.jit(do_not_specialize=["table_stride", "slots"], do_not_specialize_on_alignment=["tables"])
 def _prefill_kernel(
-    query: tl.tensor,
-    key_cache: tl.tensor,
-    value_cache: tl.tensor,
-    tables: tl.tensor,
-    table_stride: tl.tensor,
-    units: tl.tensor,
-    scale: tl.tensor,
-    scales: tl.tensor,
-    sinks: tl.tensor,
-    out: tl.tensor,
-    key_descriptor: tl.tensor,
-    value_descriptor: tl.tensor,
-    part_output: tl.tensor,
-    part_maximum: tl.tensor,
-    part_total: tl.tensor,
-    arrived: tl.tensor,
-    slots: tl.tensor,
-    divides: tl.constexpr,
-    block_size: tl.constexpr,
-    group: tl.constexpr,
-    kv_heads: tl.constexpr,
-    dim: tl.constexpr,
-    dim_tile: tl.constexpr,
-    query_tile: tl.constexpr,
-    key_tile: tl.constexpr,
-    first_key: tl.constexpr,
-    window: tl.constexpr,
-    softcap: tl.constexpr,
-    part: tl.constexpr,
-    is_settled: tl.constexpr,
-    overlap: tl.constexpr,
-) -> None:
+    query: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor, tables: tl.tensor,
+    table_stride: tl.tensor, units: tl.tensor, scale: tl.tensor, scales: tl.tensor,
+    sinks: tl.tensor, out: tl.tensor, key_descriptor: tl.tensor, value_descriptor: tl.tensor,
+    part_output: tl.tensor, part_maximum: tl.tensor, part_total: tl.tensor, arrived: tl.tensor,
+    slots: tl.tensor, divides: tl.constexpr, block_size: tl.constexpr, group: tl.constexpr,
+    kv_heads: tl.constexpr, dim: tl.constexpr, dim_tile: tl.constexpr, query_tile: tl.constexpr,
+    key_tile: tl.constexpr, first_key: tl.constexpr, window: tl.constexpr, softcap: tl.constexpr,
+    part: tl.constexpr, is_settled: tl.constexpr, overlap: tl.constexpr,
+) -> None:  # fmt: skip
     if not is_settled:
         wait_for_previous(overlap)
     kv_head = tl.program_id(0)
