@@ -197,7 +197,6 @@ def paged_decode_attention(
         units,
         heads=heads * width,
         width=width,
-        more=0 if scales is None else WEIGHT_BITS.value,
         dim=dim,
         dim_tile=dim_tile,
         chunk=JOIN_CHUNK,
@@ -480,8 +479,6 @@ def _parts_kernel(
             gathered = tl.reshape(tl.join(gathered, odd), (head_tile, dim_tile))
         if sinks is not None:
             sink = tl.load(sinks + kv_head * group + member % group, mask=is_member, other=0.0)
-            if part == 0:
-                sink += more / LOG2_E  # totals are larger by so many powers of two
         else:
             sink = None
         if slot < 0:

@@ -189,7 +189,6 @@ def join_kernel(
     units: tl.tensor,
     heads: tl.constexpr,
     width: tl.constexpr,
-    more: tl.constexpr,
     dim: tl.constexpr,
     dim_tile: tl.constexpr,
     chunk: tl.constexpr,
@@ -197,8 +196,7 @@ def join_kernel(
     overlap: tl.constexpr,
 ) -> None:
     """One head of one row at a time: the sum of its parts, by their maxima and totals. `heads`:
-    those of each of the row's `width` query tokens, end to end. Totals and outputs are 2^`more` as
-    large as weights of at most 1 make them."""
+    those of each of the row's `width` query tokens, end to end."""
     if not is_settled:
         wait_for_previous(overlap)
     unit = tl.program_id(0)
@@ -230,8 +228,7 @@ def join_kernel(
                 gathered = gathered * shrink + tl.sum(output * weight[:, None], 0)
                 maximum = new_maximum
             if sinks is not None:
-                sink = tl.load(sinks + head % (heads // width)) + more / LOG2_E
-                total = add_sink(total, maximum, sink, 1.0)
+                total = add_sink(total, maximum, tl.load(sinks + head % (heads // width)), 1.0)
             result = gathered / tl.maximum(total, 1e-30)
             target = out + unit * dim + column
             tl.store(target, result.to(out.dtype.element_ty), mask=column < dim)

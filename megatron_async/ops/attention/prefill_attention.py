@@ -483,8 +483,6 @@ def _prefill_kernel(
         sink, whole = None, total
         if sinks is not None:
             sink = tl.load(sinks + head, mask=token < tokens, other=0.0)
-            if value_scale is not None and part == 0:
-                sink += WEIGHT_BITS / LOG2_E  # totals are larger by so many powers of two
             if part > 0:
                 whole = add_sink(total, joined_maximum, sink, scale)
             else:

@@ -37,13 +37,19 @@ def test_decode(window, softcap, has_sinks, block_size, dim, count, width, part,
 
 
 @pytest.mark.parametrize(("count", "part"), [(6, 0), (132, 0), (60, PART)])
-def test_decode_of_a_narrow_cache(count, part, device):
-    """Totals of a narrow cache are larger by a power of two, and so are sinks."""
+def test_a_narrow_cache(count, part, device):
+    """Sums of values of a narrow cache are larger by a power of two, sinks are not."""
+    rules = {"is_narrow": True, "window": 65, "has_sinks": True}
     batch = Batch(330, len(LENGTHS), 64, 2, 3, 64, torch.float16, device, count, width=2, part=part,
-                  is_narrow=True, window=65, has_sinks=True)  # fmt: skip
+                  **rules)  # fmt: skip
     expected = batch.refill(LENGTHS)
     batch.run()
     batch.check(expected)
+    if not part:
+        chunks = PrefillBatch(66, 2, 330, 64, 2, 2, 64, torch.float16, device, **rules)
+        chunks.refill([(1, 129), (65, 330)])
+        chunks.attend(chunks.rows([(1, 129), (65, 330)]))
+        chunks.check()
 
 
 CHUNKS = [(129, 129), (1, 200), (64, 128), (70, 333), (3, 65), (17, 64)]
