@@ -22,6 +22,7 @@ from megatron_async.checkpoints.quantise import Quantiser
 from megatron_async.checkpoints.registry import open_model
 from megatron_async.checkpoints.source import ModelSource, parse_dtype
 from megatron_async.checkpoints.torch_dist import save_torch_dist
+from megatron_async.errors import ConfigurationError
 
 logger = logging.getLogger("megatron_async")
 FORMATS = ("torch_dist", "huggingface")
@@ -56,18 +57,18 @@ def convert(
             quantised source are rounded twice, which is told.
 
     Raises:
-        CheckpointError: see `open_model` and `Quantiser`; the target is taken; a disk is full.
-        ConfigurationError: see `check_mtp`.
+        CheckpointError: see `open_model`; the target is taken; a disk is full.
+        ConfigurationError: see `check_mtp` and `Quantiser`; a format that is not written.
     """
     from megatron_async.models.hybrid import build_model
 
     to = to or ("torch_dist" if quantization is None else "huggingface")
     if to not in FORMATS:
-        raise CheckpointError(
+        raise ConfigurationError(
             f"to={to!r} is not a format to write: use one of {', '.join(FORMATS)}"
         )
     if quantization is not None and to != "huggingface":
-        raise CheckpointError(
+        raise ConfigurationError(
             f"quantization={quantization!r} is of Hugging Face folders: use to='huggingface', "
             "or leave it out and quantise at load"
         )

@@ -15,6 +15,7 @@ from megatron_async.checkpoints.quantised import QuantisedFolder
 from megatron_async.checkpoints.quantised_model import Kept
 from megatron_async.checkpoints.registry import open_model
 from megatron_async.checkpoints.source import ModelSource, cache_dtype, parse_dtype
+from megatron_async.config import InferenceConfig
 from megatron_async.devices import make_device, resolve_device_name
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.models.architecture import (
@@ -141,7 +142,8 @@ def model_info(
     keeps_blocks = total is not None
     if total is None:
         total = kept.num_bytes(resolved)
-    cache = cache_dtype(kv_cache_dtype, source)
+    asked = InferenceConfig(device="cpu", kv_cache_dtype=kv_cache_dtype).kv_cache_dtype
+    cache = cache_dtype(asked, source)
     itemsize = 1 if cache == "fp8" else resolved.itemsize
     per_token = architecture.kv_bytes_per_token(itemsize)
     per_block = (per_token + TOKEN_ID_BYTES) * block_size_tokens if per_token else 0

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.weight import Shape, Weight
+from megatron_async.errors import ConfigurationError
 from megatron_async.models.held_weight import is_linear
 from megatron_async.ops.linear.quantised_weight import BLOCK, E4M3_MAX
 
@@ -51,11 +52,11 @@ class Quantiser:
         """For a model's weights, by their names in the folder.
 
         Raises:
-            CheckpointError: a kind that is none; a matrix that blocks of 128 x 128 do not divide,
-                which transformers would read with other blocks; experts in one tensor.
+            ConfigurationError: a kind that is none; a matrix that blocks of 128 x 128 do not
+                divide, which transformers would read with other blocks; experts in one tensor.
         """
         if kind not in QUANTIZATIONS:
-            raise CheckpointError(
+            raise ConfigurationError(
                 f"quantization={kind!r} is not written: use one of {', '.join(QUANTIZATIONS)}"
             )
         quantised, others = set[str](), []
@@ -118,12 +119,12 @@ class Quantiser:
 
 def _check(kind: str, name: str, shape: Shape) -> None:
     if len(shape) != 2:
-        raise CheckpointError(
+        raise ConfigurationError(
             f"quantization={kind!r}: tensor {name!r} of shape {list(shape)} holds all experts of a "
             "layer, which FP8 folders do not: leave quantization out, and quantise at load"
         )
     if kind == BLOCKS and any(size % BLOCK for size in shape):
-        raise CheckpointError(
+        raise ConfigurationError(
             f"quantization={kind!r}: tensor {name!r} of shape {list(shape)} has rows or columns "
             f"that {BLOCK} does not divide, which transformers would read with other blocks: use "
             f"quantization={CHANNELS!r} (a scale for each output)"

@@ -101,7 +101,7 @@ class FolderWeight(NamedTuple):
             yield
         except StoredWeightError as error:
             name = self.tensors[error.role]
-            raise CheckpointError(f"{self.where}: tensor {name!r} {error}; {REMEDY}") from error
+            raise CheckpointError(f"{self.where}: tensor {name!r} {error}; or {REMEDY}") from error
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,7 @@ class DummySource(ModelSource):
     """
 
     format = "dummy"
+    _form: str | None = None
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

@@ -110,7 +110,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
         session = ChatSession(llm, sampling, arguments.system)
         try:
             bits = bits_of_weights(llm.engine.controller.inference_wrapped_model.model)
-            return Terminal(session, arguments.model, bits).run()
+            return Terminal(session, arguments.model, bits, llm.dtype).run()
         finally:
             session.close()
 
@@ -118,12 +118,15 @@ def run_chat(arguments: argparse.Namespace) -> int:
 class Terminal:
     """Reads turns and prints answers. Without a terminal at its ends it prints answers alone."""
 
-    def __init__(self, session: ChatSession, name: str, bits: Sequence[int] = ()) -> None:
+    def __init__(
+        self, session: ChatSession, name: str, bits: Sequence[int] = (), dtype: object = None
+    ) -> None:
         self._session = session
         weights = " and ".join(map(str, bits))
         self._name = name
         if bits:
-            self._name += f", weights of {weights} bits (--quantization none: float32)"
+            self._name += f", weights of {weights} bits (--quantization none: "
+            self._name += f"{str(dtype).removeprefix('torch.')})"
         self._reads_person = sys.stdin.isatty()
         self._is_terminal = sys.stdout.isatty()
         self._has_colours = self._is_terminal and "NO_COLOR" not in os.environ

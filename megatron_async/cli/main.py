@@ -131,7 +131,7 @@ OUTPUT: Rows = (
     NO_PROGRESS,
 )  # fmt: skip
 INFO: Rows = (
-    ("--kv-cache-dtype", CACHE_DTYPES, None, None,
+    ("--kv-cache-dtype", (*CACHE_DTYPES, "fp8_e4m3"), None, None,
      "precision of keys and values in the cache (default: what the model's files say)"),
     ("--quantization", ("file", "fp8", "none"), None, None,
      "weights of an engine with this setting (default: as an engine has them)"),

@@ -211,7 +211,11 @@ def run_replicas(arguments: argparse.Namespace) -> int:
 
 
 def _model_name(arguments: argparse.Namespace, llm: LLM) -> str:
-    return f"{arguments.model} in {str(llm.dtype).removeprefix('torch.')}"
+    from megatron_async.models.linear import bits_of_weights
+
+    bits = bits_of_weights(llm.engine.controller.inference_wrapped_model.model)
+    kept = f", weights of {' and '.join(map(str, bits))} bits" if bits else ""
+    return f"{arguments.model} in {str(llm.dtype).removeprefix('torch.')}{kept}"
 
 
 def _add_secret(parser: argparse.ArgumentParser, what: str) -> None:

@@ -143,8 +143,12 @@ class Judge:
             text = "{} tokens at first, {} here".format(*counts)
             return Difference(alone.needle, at, False, text, True, True)
         one, other, best = alone.tokens[at], found.tokens[at], dict(alone.likeliest[at])
-        # A token that is not among the likeliest is further away than all of them.
-        gap = best[one] - best.get(other, -float("inf"))
+        theirs = dict(found.likeliest[at])
+        gap = float("inf")
+        if other in best:
+            gap = best[one] - best[other]
+        elif one in theirs:  # of more equal ones than are listed, each answer lists others
+            gap = theirs[other] - theirs[one]
         top, second = list(best.values())[:2]
         parted = Divergence(alone.needle, at, one, other, (top, second), gap, allowed)
         text = (

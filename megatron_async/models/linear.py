@@ -24,7 +24,7 @@ from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
 from megatron_async.errors import OutOfMemoryError
-from megatron_async.models.held_weight import HeldWeight, Operand
+from megatron_async.models.held_weight import HeldWeight, Operand, quantised_weights
 from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.norm import normalise
 from megatron_async.ops.all_ops import Ops
@@ -264,7 +264,8 @@ def bits_of_weights(model: nn.Module) -> list[int]:
     """Bits of the model's quantized weights, 4 or 8, each once; none: all are the model's own."""
     packed = (getattr(module, "packed_weight", None) for module in model.modules())
     formats = {weight.format for weight in packed if weight is not None}
-    return sorted(kept.bits for kept in formats - {FLOAT32})
+    bits = {weight.form.bits for _, weight in quantised_weights(model)}
+    return sorted(bits | {kept.bits for kept in formats - {FLOAT32}})
 
 
 def _keep_eight_bits(jobs: list[tuple[Any, Tensor]], free_memory: int) -> int:

@@ -173,6 +173,7 @@ class WeightRound:
         self._later: list[Write] = []
         self._embedding: dict[str, list[Write]] = {}
         self._twins: list[tuple[Write, Write]] = []
+        self._twin_names = set[tuple[str, str]]()
         self._doubled: list[str] = []
         self._ready: list[Event] = []
         self._copies: Copies | None = None
@@ -198,6 +199,11 @@ class WeightRound:
                 served, numbers that are not finite. The round can only be dropped then.
         """
         self._begin()
+        if isinstance(tensors, str | Path):
+            raise UpdateError(
+                f"{str(tensors)!r:.200} is no tensors: a folder is read by load_folder of a round "
+                "(`begin_weight_update`), whose finish() ends it."
+            )
         for pair in giving_way(tensors):
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise UpdateError(
@@ -435,6 +441,9 @@ class WeightRound:
                 self._twins += twins if is_direct else []
                 for pair in () if is_direct else twins:
                     check_twins(*pair)
+                if (weight.name, sent) in self._twin_names:
+                    self._doubled.append(sent)
+                self._twin_names.add((weight.name, sent))
                 return
         held = self._held[weight.name]
         if not held.mark(part, sum(write.place.numel() for write in writes)):

@@ -168,12 +168,15 @@ class StoredWeight:
         if found.is_meta:
             return found
         if self.format.is_divided and not self._is_good(OUTER, slices[OUTER]):
-            raise StoredWeightError(OUTER, "is no number to divide by")  # infinity leaves zeros
+            problem = "is no number to divide by: fetch the file again"  # infinity leaves zeros
+            raise StoredWeightError(OUTER, problem)
         if not bool(found.isfinite().all()):
             bad = [role for role in slices if not self._is_good(role, slices[role])]
             if bad:
-                raise StoredWeightError(bad[0], "has values that are no finite numbers")
-            raise StoredWeightError(SCALE, f"makes weights that are too large for {dtype}")
+                problem = "has values that are no finite numbers: fetch the file again"
+                raise StoredWeightError(bad[0], problem)
+            problem = f"makes weights that are too large for {dtype}: use another dtype"
+            raise StoredWeightError(SCALE, problem)
         return found
 
     def fill(self, place: Tensor, region: Region, read: Read) -> None:

@@ -15,6 +15,7 @@ from megatron_async.checkpoints.info import format_info, model_info
 from megatron_async.checkpoints.mapping import Shard, weights
 from megatron_async.checkpoints.quantised import KEYS
 from megatron_async.checkpoints.source import cache_dtype
+from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.ops.attention.narrow_cache import scales_of
 from tests.support.quantised_folders import FORMATS, quantised_folder
@@ -141,12 +142,14 @@ def test_info_counts_the_bytes(plain: Path, tmp_path: Path) -> None:
     narrow = with_scales(plain, tmp_path / "m", {})
     of_file, wide, asked = (
         model_info(folder, memory_gb=1, dtype="bfloat16", kv_cache_dtype=dtype)
-        for folder, dtype in ((narrow, "auto"), (narrow, "model"), (plain, "fp8"))
+        for folder, dtype in ((narrow, "auto"), (narrow, "model"), (plain, "fp8_e4m3"))
     )
     assert 2 * of_file.kv_bytes_per_token == wide.kv_bytes_per_token
     assert of_file.kv_bytes_per_token == asked.kv_bytes_per_token
     assert of_file.kv_tokens > 1.8 * wide.kv_tokens
     assert "KV cache, fp8" in format_info(of_file)
+    with pytest.raises(ConfigurationError, match="kv_cache_dtype='fp4' is unknown"):
+        model_info(plain, memory_gb=1, kv_cache_dtype="fp4")
     assert "fp8 " not in format_info(wide).split("KV cache")[1][:5]
 
 

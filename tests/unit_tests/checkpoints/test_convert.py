@@ -14,6 +14,7 @@ from megatron_async.checkpoints import convert as convert_module
 from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.huggingface_config import write_config
 from megatron_async.cli.main import main
+from megatron_async.errors import ConfigurationError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from tests.unit_tests.checkpoints.hybrid_families import assert_same_weights, huggingface_state
 
@@ -117,7 +118,7 @@ def test_an_interrupted_run_leaves_the_target_as_it_was(
     [({"to": "gguf"}, "to='gguf'.*torch_dist, huggingface"), ({"dtype": "int8"}, "dtype 'int8'")],
 )
 def test_bad_options(options: dict[str, str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(ConfigurationError, match=message):
         convert("dummy:tiny", tmp_path / "t", **options)
     assert not (tmp_path / "t").exists()
 

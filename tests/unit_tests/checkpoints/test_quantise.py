@@ -16,6 +16,7 @@ from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.checkpoints.info import format_info, model_info
 from megatron_async.cli.main import main
+from megatron_async.errors import ConfigurationError
 from tests.support.quantised_folders import MODEL, Format, fp8, is_matrix, quantised_folder
 from tests.unit_tests.checkpoints.hybrid_families import (
     assert_same_weights,
@@ -183,7 +184,7 @@ def test_refused_before_a_weight_is_read(
 ) -> None:
     source = open_model((hybrid_folder if "granite" in family else family_folder)(family))
     monkeypatch.setattr(type(source), "load_weights", None)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(ConfigurationError, match=message):
         convert(source, tmp_path / "t", **options)
     assert not any(tmp_path.iterdir())
 
@@ -191,9 +192,9 @@ def test_refused_before_a_weight_is_read(
 def test_the_command_refuses_so_too(family_folder, capsys, tmp_path: Path) -> None:
     source, target = str(family_folder("llama-tied")), str(tmp_path / "t")
     assert main(["convert", source, target, "--quantization", "fp8"]) == 2
-    assert "quantization='fp8-channel'" in capsys.readouterr().err
+    assert "use --quantization fp8-channel (a scale" in capsys.readouterr().err
     assert main(["convert", source, target, "--quantization", "fp8", "--to", "torch_dist"]) == 2
-    assert "to='huggingface'" in capsys.readouterr().err
+    assert "use --to huggingface, or" in capsys.readouterr().err
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "mine.txt").write_text("mine")
     assert main(["convert", source, target, "--quantization", "fp8-channel"]) == 2

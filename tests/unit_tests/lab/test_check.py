@@ -178,6 +178,12 @@ def test_near_ties_are_explained() -> None:
         compared, failure = judge.compare({0: alone}, [other])
         assert failure is not None
         assert (failure.position, compared["failed"], compared["near_ties"]) == (1, 1, 0)
+    # Of more equal tokens than are listed the other answer lists others: it knows both.
+    unlisted = replace(
+        answer([1, 8], [-1.0, -2.0]), likeliest=[[(1, -1.0)], [(8, -2.0), (2, -2.01)]]
+    )
+    compared, failure = judge.compare({0: alone}, [unlisted])
+    assert (failure, compared["near_ties"]) == (None, 1)
     for far, fails in (-2.00001, True), (-2.0000005, False), (float("nan"), True):
         found = answer([1, 2, 3], [-1.0, far, -2.999])
         compared, failure = Judge("float32", torch.float32, 2).compare({0: alone}, [found])

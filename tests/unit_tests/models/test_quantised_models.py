@@ -3,6 +3,7 @@ and what is refused. Devices here are CPUs; what keeps weights on a GPU is asked
 
 import json
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron_async.checkpoints.kernel_program import program_of
 from megatron_async.checkpoints.mapping import Shard, mtp_weights
 from megatron_async.checkpoints.quantised_model import Kept
 from megatron_async.checkpoints.source import named_tensors
+from megatron_async.cli.serving import _model_name
 from megatron_async.errors import ConfigurationError, UpdateError
 from megatron_async.lab.absent_gpu import few_layers
 from megatron_async.models.held_weight import is_linear, quantised_weights
@@ -141,6 +143,8 @@ def test_random_weights_are_those_of_16_bits_rounded(keeps) -> None:
             assert torch.equal(weight.values(), expected.values())
         else:
             assert torch.equal(weight, like)
+    with LLM(TINY, device="cpu", dtype="bfloat16", quantization="fp8") as llm:
+        assert _model_name(Namespace(model="m"), llm) == "m in bfloat16, weights of 8 bits"
     tokens, names = generated(TINY, quantization="fp8")
     assert names == {n for n in held if is_linear(n)}
     assert len(tokens) == 2

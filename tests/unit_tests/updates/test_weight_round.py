@@ -390,6 +390,10 @@ def test_a_tied_output_layer_may_come_too(staging: str, begin, device) -> None:
         other = [(first, GOOD[embedding]), *rest.items(), (second, GOOD[embedding] + 1)]
         with pytest.raises(UpdateError, match=f"'{first}' and '{second}' differ"):
             bring(new, other)
+        _, new = begin(staging=staging)
+        again = [(first, GOOD[embedding]), *rest.items(), *2 * [(second, GOOD[embedding].clone())]]
+        with pytest.raises(UpdateError, match=f"'{second}' .* was written twice"):
+            bring(new, again)
 
 
 def test_layers_of_mtp_are_chosen(begin, device) -> None:
@@ -418,6 +422,8 @@ def test_layers_of_mtp_are_chosen(begin, device) -> None:
 def test_bytes_are_told_or_refused_before_one_moves(begin, device, monkeypatch) -> None:
     with pytest.raises(UpdateError, match="is no pair of a name and a tensor"):
         begin()[1].load(GOOD)
+    with pytest.raises(UpdateError, match="folder' is no tensors: a folder is read by load_"):
+        begin()[1].load("./folder")
     _, new = begin(staging="direct")
     assert asdict(new.plan) | {"free_bytes": 0} == {
         "staging": "direct", "num_bytes": 427264, "spare_bytes": 0,
