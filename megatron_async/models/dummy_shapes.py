@@ -137,13 +137,25 @@ DUMMY_SHAPES |= {
         mtp_num_depths=1,
         mtp_use_repeated_layer=True,
     ),
+    "qwen3.5-35b-a3b-mtp": replace(
+        DUMMY_SHAPES["qwen3-next-80b"],
+        model_type="qwen3_5_moe",
+        num_layers=40,
+        vocab_size=248320,
+        pattern="GEGEGE*E" * 10,
+        num_moe_experts=256,
+        moe_router_topk=8,
+        mtp_pattern="*E",
+        mtp_num_depths=1,
+        mtp_use_repeated_layer=True,
+    ),
 }
 """Shapes for `dummy:SHAPE` models (random weights), from the models' public `config.json` files.
 
 Those with "-mtp" have one depth of multi-token prediction besides: "nemotron-3-nano-30b-mtp" as in
 Nemotron 3.5 Lightning 30B-A3B, whose layers have these sizes; "qwen3-next-80b-mtp" as in
-Qwen3-Next, applied again for further drafts; "llama-3.1-8b-mtp" one as if that model were published
-with it, a layer of its own kind.
+Qwen3-Next and "qwen3.5-35b-a3b-mtp" as in Qwen3.5-35B-A3B, applied again for further drafts;
+"llama-3.1-8b-mtp" one as if that model were published with it, a layer of its own kind.
 
 "qwen3-next-80b" has 36 of that model's 48 layers, so that its weights, 120 GB in bfloat16, fit one
 GPU of 141 GB; each layer has its published size.

@@ -21,6 +21,7 @@ from step_times import captured_by_nsys, replay_ms, time_steps
 from engine_loads.options import (
     ONE_SHAPE,
     add_draft_options,
+    add_model_options,
     cells,
     decode_tokens,
     draft_settings,
@@ -28,6 +29,7 @@ from engine_loads.options import (
     heads,
     load_parser,
     open_model,
+    routed,
     settle_drafts,
 )
 from megatron_async import LLM
@@ -114,9 +116,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--profile", action="store_true", help="the GPU's idle time, too")
     parser.add_argument("--check-ranks-agree", action="store_true", help="compare all plans")
     add_draft_options(parser)
+    add_model_options(parser)
     add_parallel(parser)
     args = parser.parse_args(arguments)
     settle_drafts(args)
+    (args.model,) = routed([args.model], args.routing)
     is_first, figures = os.environ.get("RANK", "0") == "0", []
     if is_first:
         print(f"{'batch':>6}{'lookahead':>10}" + heads(COLUMNS, 18))
