@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, override
 import torch
 from torch import Tensor
 
-from megatron_async.errors import ConfigurationError
 from megatron_async.ops.attention.backends.base import AttentionShape, PrefillBackend, PrefillRows
 from megatron_async.ops.attention.backends.selection import PrefillChoice
 from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
@@ -29,16 +28,15 @@ class GpuPagedAttention(TorchPagedAttention):
         max_width: int = 1,
         first_key: int = 0,
     ) -> None:
-        if shape.window or shape.softcap or shape.has_sinks:
-            raise ConfigurationError("windows, sinks and softcaps are not served on a GPU yet.")
-        super().__init__(shape.block_size, shape.max_blocks, shape.device, first_key)
+        rules = first_key, shape.window, shape.softcap
+        super().__init__(shape.block_size, shape.max_blocks, shape.device, *rules)
         self.captures_prefill = prefill.captures
         self.report = str(prefill)
         self.prefill_backends = tuple(backend.name for backend in prefill.backends)
         self._choice = prefill
         self._backend: PrefillBackend | None = None
         heads = shape.heads, shape.kv_heads, shape.dim
-        parts = shape.part, shape.longest_sequence
+        parts = shape.part, shape.longest_sequence, shape.window
         self._workspace = DecodeWorkspace(max_rows, *heads, shape.device, max_width, *parts)
 
     @override
@@ -84,10 +82,10 @@ class GpuPagedAttention(TorchPagedAttention):
     ) -> Tensor:
         decode, prefill = self._decode_tokens, self._backend
         if prefill is not None and not decode:
-            return prefill.attend(query, key_cache, value_cache, scale, scales=scales)
+            return prefill.attend(query, key_cache, value_cache, scale, None, scales, sinks)
         output = torch.empty_like(query)
         if prefill is not None:
-            prefill.attend(query, key_cache, value_cache, scale, output, scales)
+            prefill.attend(query, key_cache, value_cache, scale, output, scales, sinks)
         if decode:
             # Behind the prefill rows, as a backend of theirs may write all tokens.
             rows = query[:decode], key_cache, value_cache, scale, output[:decode]
@@ -103,7 +101,7 @@ class GpuPagedAttention(TorchPagedAttention):
         positions: Tensor | None,
         limit: Tensor | None = None,
     ) -> None:
-        self._workspace.schedule.update(kv_lengths, limit)
+        self._workspace.schedule.update(kv_lengths, limit, dims.width)
         self._decode_tables = block_tables
         self._query_positions = None
         if dims.width > 1:
@@ -135,4 +133,6 @@ class GpuPagedAttention(TorchPagedAttention):
             first_key=self._first_key,
             is_beside=self._backend is not None and self._backend.lets_others_start,
             scales=scales,
+            sinks=sinks,
+            softcap=self._softcap,
         )

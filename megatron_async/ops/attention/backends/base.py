@@ -103,6 +103,7 @@ class PrefillBackend(ABC):
         scale: float,
         out: Tensor | None = None,
         scales: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of one layer.
 
@@ -114,6 +115,7 @@ class PrefillBackend(ABC):
             scale: softmax scale.
             out: `[tokens, heads, dim]`, contiguous, to be written; None: a new tensor.
             scales: of a narrow cache.
+            sinks: of `TorchPagedAttention`, where the shape has them.
 
         Returns:
             `out`, undefined for other tokens.
@@ -140,6 +142,13 @@ def require_wide_cache(name: str, shape: AttentionShape) -> None:
     """Refuse keys and values in 8 bits; raises `BackendUnavailable`."""
     remedy = "use attention_backend='triton', or kv_cache_dtype='model'"
     require(not shape.is_narrow, name, "it reads no keys and values in fp8", remedy)
+
+
+def require_all_keys(name: str, shape: AttentionShape) -> None:
+    """Refuse windows, sinks and softcaps; raises `BackendUnavailable`."""
+    has = {"windows": shape.window, "sinks": shape.has_sinks, "softcaps": shape.softcap}
+    problem = f"it has no {' and no '.join(each for each in has if has[each])}"
+    require(not any(has.values()), name, problem, "use attention_backend='triton' or leave it out")
 
 
 def require_tensor_core_shape(name: str, shape: AttentionShape, largest_dim: int) -> None:
@@ -169,7 +178,8 @@ class TorchPrefill(PrefillBackend):
 
     def __init__(self, shape: AttentionShape) -> None:
         require_parts_of_the_step(self.name, shape)
-        self._attention = TorchPagedAttention(shape.block_size, shape.max_blocks, shape.device)
+        sizes, rules = (shape.block_size, shape.max_blocks), (shape.window, shape.softcap)
+        self._attention = TorchPagedAttention(*sizes, shape.device, 0, *rules)
 
     @override
     def begin_step(self, rows: PrefillRows) -> None:
@@ -186,8 +196,10 @@ class TorchPrefill(PrefillBackend):
         scale: float,
         out: Tensor | None = None,
         scales: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty_like(query) if out is None else out
         first = self.rows.first_token
-        out[first:] = self._attention.attend(query[first:], key_cache, value_cache, scale, scales)
+        rest = query[first:], key_cache, value_cache, scale, scales, sinks
+        out[first:] = self._attention.attend(*rest)
         return out

@@ -8,7 +8,7 @@ and checks at the start that they exist.
 FlashAttention-4 is the package flash-attn-4, written in the CuTe DSL. Its kernels are compiled when
 they are first called, about two seconds a shape. A block of exactly 128 tokens is loaded whole,
 whatever the sequence's length: stray NaN in the unused end of its last block would spoil its output
-(the cache is zeroed when it is made).
+(the cache is zeroed when it is made). So would another request's NaN in the first tile of a window.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import inspect
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, override
 
 import torch
@@ -28,6 +29,7 @@ from megatron_async.ops.attention.backends.base import (
     AttentionShape,
     PrefillBackend,
     require,
+    require_all_keys,
     require_tensor_core_shape,
 )
 
@@ -42,7 +44,7 @@ DISTRIBUTION = "flash-attn-4"
 TESTED_VERSION = "4.0.0b36"
 ARGUMENTS_4 = (
     "cu_seqlens_q", "seqused_k", "max_seqlen_q", "max_seqlen_k", "page_table", "softmax_scale",
-    "causal", "num_splits",
+    "causal", "num_splits", "window_size", "learnable_sink",
 )  # fmt: skip
 LARGEST_DIM_4 = {9: 256, 10: 128, 11: 128}
 """Largest head dimension by major compute capability."""
@@ -63,13 +65,21 @@ class FlashAttention(PrefillBackend):
         scale: float,
         out: Tensor | None = None,
         scales: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        result = self._call(query, key_cache, value_cache, scale)
+        result = self._call(query, key_cache, value_cache, scale, sinks)
         attended: Tensor = result[0] if isinstance(result, tuple) else result
         return attended if out is None else out.copy_(attended)
 
     @abstractmethod
-    def _call(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Any:
+    def _call(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        sinks: Tensor | None,
+    ) -> Any:
         """The package's function."""
 
 
@@ -91,10 +101,18 @@ class FlashAttention3Prefill(FlashAttention):
             f"it needs a Hopper GPU, not compute capability {capability[0]}.{capability[1]}",
             "use attention_backend='triton'",
         )
+        require_all_keys(self.name, shape)
         require_tensor_core_shape(self.name, shape, LARGEST_DIM_3)
 
     @override
-    def _call(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Any:
+    def _call(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        sinks: Tensor | None,
+    ) -> Any:
         rows = self.rows
         return self._function(
             q=query,
@@ -156,11 +174,20 @@ class FlashAttention4Prefill(FlashAttention):
             "use attention_backend='triton'",
         )
         require_tensor_core_shape(self.name, shape, LARGEST_DIM_4[major])
+        require_all_keys(self.name, replace(shape, window=0, has_sinks=False))
+        self._window = (shape.window - 1 if shape.window else None, None)
         # Its compiler says so of an argument that only masks of a user's need; nothing is wrong.
         warnings.filterwarnings("ignore", "Argument aux_data .* cannot be converted", UserWarning)
 
     @override
-    def _call(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Any:
+    def _call(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        sinks: Tensor | None,
+    ) -> Any:
         rows = self.rows
         return self._function(
             query,
@@ -173,6 +200,8 @@ class FlashAttention4Prefill(FlashAttention):
             page_table=rows.block_tables,
             softmax_scale=scale,
             causal=True,
+            window_size=self._window,
+            learnable_sink=sinks,
             num_splits=1,
         )
 

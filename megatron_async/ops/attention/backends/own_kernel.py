@@ -14,6 +14,7 @@ from megatron_async.ops.attention.backends.base import (
     PrefillBackend,
     PrefillRows,
     require,
+    require_all_keys,
     require_wide_cache,
 )
 from megatron_async.ops.attention.prefill_attention import paged_prefill_attention
@@ -106,6 +107,7 @@ class OwnKernelPrefill(PrefillBackend):
         scale: float,
         out: Tensor | None = None,
         scales: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty_like(query) if out is None else out
         self._launch(
@@ -119,6 +121,7 @@ class OwnKernelPrefill(PrefillBackend):
             out,
             self._is_settled,
             **({} if scales is None else {"scales": scales}),
+            **({} if sinks is None else {"sinks": sinks}),
         )
         # The first layer waited for the schedule before it let the next kernel start.
         self._is_settled = True
@@ -141,11 +144,17 @@ class TritonPrefill(OwnKernelPrefill):
 
         super().__init__(
             shape,
-            partial(paged_prefill_attention, first_key=first_key, part=part),
+            partial(
+                paged_prefill_attention,
+                first_key=first_key,
+                part=part,
+                window=shape.window,
+                softcap=shape.softcap,
+            ),
             tile,
             [queries_of(shape.dtype, shape.dim)],
             PROGRAMS_A_PROCESSOR,
-            divides=not first_key,
+            divides=not first_key and not shape.window,
             part=part,
         )
 
@@ -163,6 +172,7 @@ class WarpgroupPrefill(OwnKernelPrefill):
     def __init__(self, shape: AttentionShape) -> None:
         part = shape.part
         require_wide_cache(self.name, shape)
+        require_all_keys(self.name, shape)
         is_hopper = is_supported(shape.device)
         require(is_hopper, self.name, f"{shape.device} is not a Hopper GPU", OTHER)
         require(

@@ -195,9 +195,10 @@ def layers_of_step(
             decode_rows,
         )
     )
+    sinks = torch.zeros(shape.heads, device=where) if shape.has_sinks else None
     workspace = None
     if decode_rows:
-        heads, parts = (shape.heads, shape.kv_heads, shape.dim), (shape.part, longest)
+        heads, parts = (shape.heads, shape.kv_heads, shape.dim), (shape.part, longest, shape.window)
         workspace = DecodeWorkspace(decode_rows, *heads, where, 1, *parts)
         workspace.schedule.update(kv_lengths[:decode_rows])
 
@@ -205,7 +206,7 @@ def layers_of_step(
         for layer in range(CALLS):
             keys, values = caches[layer % count]
             out = torch.empty_like(query)
-            backend.attend(query, keys, values, shape.dim**-0.5, out)
+            backend.attend(query, keys, values, shape.dim**-0.5, out, sinks=sinks)
             if workspace is not None:
                 # As `GpuPagedAttention` does.
                 paged_decode_attention(
@@ -218,6 +219,8 @@ def layers_of_step(
                     out[:decode_rows],
                     is_settled=True,
                     is_beside=backend.lets_others_start,
+                    sinks=sinks,
+                    softcap=shape.softcap,
                 )
 
     return layers
@@ -270,6 +273,8 @@ def question_of(shape: AttentionShape, at_hand: Sequence[str]) -> Question[Prefi
         "part": shape.part,
         "backends": list(at_hand),
     }
+    rules = {"window": shape.window, "softcap": shape.softcap, "sinks": shape.has_sinks}
+    facts |= {name: rule for name, rule in rules.items() if rule}
     return Question("prefill attention", facts, PrefillRow([CANDIDATES[0]] * count), check)
 
 

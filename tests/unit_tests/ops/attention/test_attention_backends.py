@@ -41,7 +41,8 @@ def shape_of(batch: PrefillBatch) -> AttentionShape:
     blocks = batch.tables.size(1)
     return AttentionShape(
         heads, batch.keys.size(2), dim, batch.block_size, blocks, batch.query.dtype,
-        batch.query.device,
+        batch.query.device, window=batch.window, softcap=batch.softcap,
+        has_sinks=batch.sinks is not None,
     )  # fmt: skip
 
 
@@ -49,8 +50,8 @@ def attend(backend, batch, rows):
     """Two layers: the first makes its own output, the second writes where it is told."""
     backend.begin_step(rows)
     arguments = batch.query, batch.keys, batch.values, batch.scale
-    new = backend.attend(*arguments, scales=batch.scales)
-    assert backend.attend(*arguments, batch.out, batch.scales) is batch.out
+    new = backend.attend(*arguments, scales=batch.scales, sinks=batch.sinks)
+    assert backend.attend(*arguments, batch.out, batch.scales, batch.sinks) is batch.out
     return new
 
 
@@ -89,11 +90,28 @@ def test_keys_and_values_in_fp8_are_triton_s_and_torch_s():
         assert {backend.name for backend in choice.backends} == {name or "triton"}
 
 
+@pytest.mark.parametrize("change", [{"window": 9}, {"has_sinks": True}, {"softcap": 2.0}])
+def test_windows_sinks_and_softcaps_are_refused_by_name(change):
+    """By backends without them; FlashAttention-4 has windows and sinks, but is not here."""
+    device = CpuDevice()
+    shape = AttentionShape(4, 2, 64, 64, 4, torch.bfloat16, device.torch_device, **change)
+    words = {"window": "windows", "has_sinks": "sinks", "softcap": "softcaps"}[next(iter(change))]
+    with pytest.raises(BackendUnavailable, match=rf"warpgroup.* it has no {words}; use"):
+        choose_prefill("warpgroup", shape, device, Choices("measure", device))
+    choice = choose_prefill(None, shape, device, Choices("measure", device))
+    assert {backend.name for backend in choice.backends} == {"triton"}
+
+
 @pytest.mark.parametrize("block_size", [16, 48])
-@pytest.mark.parametrize(("first", "is_narrow"), [(0, False), (5, False), (5, True)])
-def test_torch_backend(block_size, first, is_narrow):
+@pytest.mark.parametrize(
+    ("first", "is_narrow", "window"), [(0, False, 0), (5, False, 0), (5, True, 0), (5, False, 17)]
+)
+def test_torch_backend(block_size, first, is_narrow, window):
     sizes = 65, 4, 70, block_size, 2, 3, 32, torch.float32, torch.device("cpu")
-    batch = PrefillBatch(*sizes, is_narrow=is_narrow)
+    changes = {"unused_block": 0} if window else {}
+    batch = PrefillBatch(
+        *sizes, is_narrow=is_narrow, window=window, has_sinks=window > 0, **changes
+    )
     chunks = batch.refill([(20, 20), (1, 33), (30, 70), (9, 10)], first=first)
     backend = BACKENDS["torch"](shape_of(batch))
     new = attend(backend, batch, batch.rows(chunks))
@@ -330,26 +348,32 @@ class TestOnGpu:
     pytestmark = pytest.mark.gpu
 
     @staticmethod
-    def batch(name, tokens, rows, longest, block_size, *arguments):
+    def batch(name, tokens, rows, longest, block_size, *arguments, **rules):
         """FlashAttention-4 may look up blocks that a row does not use, and loads blocks of 128
-        tokens whole (see there): block numbers must exist, unused cells of the latter be finite."""
+        tokens whole (see there): block numbers must exist, unused cells of the latter and what is
+        before a window be finite."""
         changes = {}
         if name == "flash_attn_4":
-            changes = {"unused_block": 0, "poison": 3e4 if block_size == 128 else float("nan")}
-        return PrefillBatch(tokens, rows, longest, block_size, *arguments, "cuda", **changes)
+            is_read = block_size == 128 or rules.get("window")
+            changes = {"unused_block": 0, "poison": 3e4 if is_read else float("nan")}
+        sizes = tokens, rows, longest, block_size
+        return PrefillBatch(*sizes, *arguments, "cuda", **changes, **rules)
 
     @every_backend
     @pytest.mark.parametrize(
         ("block_size", "kv_heads", "group", "dim"),
         [(16, 3, 3, 64), (64, 8, 4, 128), (128, 8, 4, 128), (256, 3, 3, 64), (64, 2, 2, 80)],
     )
-    def test_random_batches(self, backend_name, block_size, kv_heads, group, dim):
+    @pytest.mark.parametrize("window", [0, 128, 300])
+    def test_random_batches(self, backend_name, window, block_size, kv_heads, group, dim):
+        """With a window, and sinks too."""
         rng = random.Random(dim + block_size)
         batch = self.batch(
-            backend_name, 980, 6, 2000, block_size, kv_heads, group, dim, torch.bfloat16
-        )
+            backend_name, 980, 6, 2000, block_size, kv_heads, group, dim, torch.bfloat16,
+            window=window, has_sinks=window > 0,
+        )  # fmt: skip
         backend = backend_of(backend_name, batch)
-        for number in range(30):
+        for number in range(12 if window else 30):
             chunks = random_chunks(rng, 6, 900, 2000)
             filled = batch.refill(chunks, first=rng.choice([0, 1, 80]))
             host_knows = number % 2 or not backend.captures

@@ -208,6 +208,24 @@ def test_gpu_kernels(block_size, decode, prefill, kv_heads, group, dim, dummies,
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("window", "softcap", "has_sinks"), WINDOWS)
+def test_windows_and_sinks_of_gpu_kernels(window, softcap, has_sinks, device):
+    """Decode rows and chunks of one step, with drafts and without. Break it: no width of the
+    schedule's rows."""
+
+    def backend(size, blocks):
+        where = torch.device(device)
+        rules = {"window": window, "softcap": softcap, "has_sinks": has_sinks}
+        shape = AttentionShape(6, 2, 16, size, blocks, torch.float32, where, **rules)
+        with processors(7):
+            return GpuPagedAttention(shape, 8, PrefillChoice.of_one(BACKENDS["triton"](shape)), 3)
+
+    for width in (1, 3):
+        decode, prefill = [1, 16, 17, 70], [(20, 20), (9, 40), (50, 129)]
+        check(backend, device, 16, decode, prefill, 2, 3, 16, 1e-4, width, window=window,
+              softcap=softcap, has_sinks=has_sinks)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("lengths", "shares", "cuts"),
     [
