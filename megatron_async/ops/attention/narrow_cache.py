@@ -102,10 +102,10 @@ def as_halves(q: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     over that: exact but for elements 2^29 times as small as the row's largest."""
     wide = q.to(tl.float32)
     largest = tl.max(tl.abs(wide), 1)
-    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
+    exponent = tl.maximum(tl.cast(largest, tl.int32, bitcast=True) >> 23, 15)
     # The largest is below 2^15 then, and both factors are normal numbers.
-    factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-    back = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    factor = tl.cast((268 - exponent) << 23, tl.float32, bitcast=True)
+    back = tl.cast((exponent - 14) << 23, tl.float32, bitcast=True)
     return (wide * factor[:, None]).to(tl.float16), back
 
 
@@ -125,8 +125,10 @@ PAIRS = tl.constexpr(
 @triton.jit
 def evens_first(whole: tl.tensor) -> tl.tensor:
     """`[n, dim]` with its even columns before its odd ones."""
-    pairs = tl.reshape(whole, (whole.shape[0], whole.shape[1] // 2, 2))
-    return tl.reshape(tl.trans(pairs, 0, 2, 1), whole.shape)
+    rows: tl.constexpr = whole.shape[0]
+    columns: tl.constexpr = whole.shape[1]
+    pairs = whole.reshape((rows, columns // 2, 2))
+    return pairs.permute((0, 2, 1)).reshape((rows, columns))
 
 
 @triton.jit

@@ -6,18 +6,17 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megatron_async.ops.attention.decode_attention import decode_tile
 from megatron_async.ops.attention.join_parts import LOG2_E
+from megatron_async.ops.attention.narrow_cache import check_dtypes
 from megatron_async.ops.attention.prefill_attention import check_rows
 from megatron_async.ops.attention.prefill_schedule import GROUP_QUERIES, PrefillSchedule
 from megatron_async.ops.attention.warpgroup_attention_kernel import warpgroup_attention_kernel
+from megatron_async.ops.attention.warpgroup_tiles import IN_SHARED_MEMORY, words_in_shared_memory
 from megatron_async.ops.dependent_launch import HOPPER, launch_options
 
-IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-"""How the copy engine stores keys and values, and the matrix units read them."""
 DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (64, 128)
 """Head dimensions that the kernel serves."""
@@ -35,6 +34,8 @@ class WarpgroupTile(NamedTuple):
     """Tiles of keys, and of values, in shared memory at a time."""
     in_turns: bool = True
     """Whether the products of one warpgroup are behind those of the other, not between them."""
+    widens: bool = False
+    """Whether a third warpgroup widens a narrow cache beside two that multiply."""
 
     @property
     def programs(self) -> int:
@@ -49,16 +50,23 @@ class WarpgroupTile(NamedTuple):
     @property
     def registers(self) -> int:
         """Registers of a thread that multiplies: a processor's 65,536, less 24 of each of the
-        128 threads beside the loading warp."""
+        128 threads beside the loading warp, or 64 of each that widens."""
+        if self.widens:
+            return 224
         return 240 if self.warpgroups == 2 else 160
 
 
 def warpgroup_tile_of(
-    dim: int, block_size: int, tokens: int = MANY_TOKENS, in_parts: bool = False
+    dim: int,
+    block_size: int,
+    tokens: int = MANY_TOKENS,
+    in_parts: bool = False,
+    is_narrow: bool = False,
 ) -> WarpgroupTile | None:
     """The tile for heads of `dim` elements, KV blocks of `block_size` tokens and a step of at most
     `tokens` tokens; None: there is none, as a tile of keys lies in one block. `in_parts`: as many
-    keys as `decode_tile` has; the parts' sums leave registers for two warpgroups.
+    keys as `decode_tile` has; the parts' sums leave registers for two warpgroups. `is_narrow`: of a
+    cache in e4m3, which a third one widens.
 
     Tiles of 192 queries need fewer bytes, but are too large for few tokens. Products in turns pay
     with heads of 128, whose products take longer than their weights, and if a program has tens of
@@ -68,7 +76,10 @@ def warpgroup_tile_of(
         return None
     are_many = tokens >= 2048
     if in_parts:
-        return WarpgroupTile(2, decode_tile(dim), 4, in_turns=are_many and dim == 128)
+        in_turns = are_many and dim == 128
+        return WarpgroupTile(2, decode_tile(dim), 3 if is_narrow else 4, in_turns, is_narrow)
+    if is_narrow:
+        return WarpgroupTile(2, 64, 3, are_many and dim == 128, is_narrow)
     if dim == 128:
         if block_size % 128 == 0:
             return WarpgroupTile(2, 128, 2, in_turns=are_many)
@@ -89,11 +100,13 @@ def warpgroup_prefill_attention(
     out: Tensor,
     is_settled: bool = False,
     part: int = 0,
+    scales: Tensor | None = None,
 ) -> None:
     """`paged_prefill_attention` of bfloat16 or float16; the tile's keys divide the block size, and
     with a `part` the schedule divides no keys."""
     name = "warpgroup_prefill_attention"
     check_rows(name, query, key_cache, value_cache, block_tables, schedule, tile.queries, out)
+    check_dtypes(name, query.dtype, key_cache, value_cache, scales)
     dim = query.size(2)
     block_size, kv_heads = key_cache.shape[1:3]
     if dim not in DIMS or query.dtype not in DTYPES or block_size % tile.keys:
@@ -101,6 +114,11 @@ def warpgroup_prefill_attention(
             f"{name}: no tile of {tile.keys} keys for {query.dtype}, heads of "
             f"{dim} and blocks of {block_size} tokens; it serves 16-bit dtypes, heads of 64 and "
             "128 and blocks of whole tiles (use paged_prefill_attention)."
+        )
+    if tile.widens != (scales is not None):
+        raise ValueError(
+            f"{name}: a tile that {'widens' if tile.widens else 'does not widen'} for caches of "
+            f"{key_cache.dtype}: make it by warpgroup_tile_of(..., is_narrow=...)."
         )
     parts = schedule.parts
     if part and (parts is not None or part % tile.keys or tile.keys != decode_tile(dim)):
@@ -111,11 +129,17 @@ def warpgroup_prefill_attention(
         )
     if not len(schedule.units):
         return
+    caches, columns, layout = (key_cache, value_cache), dim, IN_SHARED_MEMORY.value
+    if scales is not None:
+        # In words of four numbers.
+        columns //= 4
+        caches = key_cache.view(torch.int32), value_cache.view(torch.int32)
+        layout = words_in_shared_memory(dim)
     keys, values = (
         TensorDescriptor.from_tensor(
-            cache.view(-1, kv_heads * dim), [tile.keys, dim], IN_SHARED_MEMORY
+            cache.view(-1, kv_heads * columns), [tile.keys, columns], layout
         )
-        for cache in (key_cache, value_cache)
+        for cache in caches
     )
     # Without parts nothing is read of these.
     nothing = (out, out, out, schedule.units)
@@ -127,6 +151,7 @@ def warpgroup_prefill_attention(
         block_tables.stride(0),
         schedule.units,
         scale * LOG2_E.value,
+        scales,
         out,
         *(parts or nothing),
         schedule.slots,
@@ -134,6 +159,8 @@ def warpgroup_prefill_attention(
         block_size=block_size,
         group=schedule.group,
         kv_heads=kv_heads,
+        dim=dim,
+        key_tile=tile.keys,
         warpgroups=tile.warpgroups,
         stages=tile.stages,
         registers=tile.registers,

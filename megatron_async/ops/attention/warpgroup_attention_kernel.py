@@ -9,6 +9,9 @@ each element.
 A warpgroup starts the scores of the next keys before it adds the values of the last ones, and
 computes the weights of the next keys while the matrix units add. Warpgroups start their products in
 turns: one computes weights while another multiplies.
+
+Keys and values in e4m3 are loaded by a warpgroup that widens them, once for all queries of a tile:
+the matrix units take values of 16 bits from shared memory alone.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -25,19 +27,40 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from megatron_async.ops.attention.narrow_cache import WEIGHT_BITS
 from megatron_async.ops.attention.prefill_schedule import GROUP_QUERIES, UNIT
 from megatron_async.ops.attention.warpgroup_join import join_parts_of_queries
 from megatron_async.ops.attention.warpgroup_parts import attend_parts
 from megatron_async.ops.attention.warpgroup_tiles import (
+    IN_SHARED_MEMORY,
     again,
     as_factor,
+    bring_queries,
     clear_behind,
     in_memory,
     of_product,
+    of_words,
     places,
+    store_output,
+    store_widened,
 )
 
 # mypy: disable-error-code="assignment"
+
+NARROW_TILES = gl.constexpr(4)
+"""Tiles of keys, and of values, of a narrow cache that the copy engine brings ahead."""
+
+
+@gluon.jit
+def _bring(
+    chunks: tma.tensor_descriptor,
+    cell: gl.tensor,
+    column: gl.tensor,
+    there: gl.shared_memory_descriptor,
+    to: gl.shared_memory_descriptor,
+) -> None:
+    mbarrier.expect(there, chunks.block_type.nbytes)
+    tma.async_copy_global_to_shared(chunks, [cell, column], there, to)
 
 
 @gluon.jit
@@ -63,15 +86,66 @@ def load_tiles(
         slot = i % stages
         phase = i // stages % 2
         mbarrier.wait(keys_read.index(slot), phase ^ 1)
-        mbarrier.expect(keys_there.index(slot), key_chunks.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            key_chunks, [cell, column], keys_there.index(slot), keys.index(slot)
-        )
+        _bring(key_chunks, cell, column, keys_there.index(slot), keys.index(slot))
         mbarrier.wait(values_read.index(slot), phase ^ 1)
-        mbarrier.expect(values_there.index(slot), value_chunks.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            value_chunks, [cell, column], values_there.index(slot), values.index(slot)
-        )
+        _bring(value_chunks, cell, column, values_there.index(slot), values.index(slot))
+
+
+@gluon.jit
+def widen_tiles(
+    key_chunks: tma.tensor_descriptor,
+    value_chunks: tma.tensor_descriptor,
+    table: gl.tensor,
+    end: gl.tensor,
+    tiles: gl.tensor,
+    column: gl.tensor,
+    shared: gl.tuple,
+    narrow: gl.tuple,
+    block_size: gl.constexpr,
+    in_order: gl.constexpr,
+) -> None:
+    """As `load_tiles`, of a narrow cache, by a warpgroup: the copy engine brings keys and values in
+    words of four numbers, some tiles ahead, and the warpgroup widens them.
+
+    Args:
+        column: of the KV head, in words.
+        narrow: words `[tiles, 2, keys, dim / 4]` of keys and of values, and their barriers.
+    """
+    keys, values, keys_there, values_there, keys_read, values_read, _turns = shared
+    key_words, value_words, key_words_there, value_words_there = narrow
+    stages: gl.constexpr = keys.shape[0]
+    ahead: gl.constexpr = key_words.shape[0]
+    key_tile: gl.constexpr = keys.shape[1]
+    dim: gl.constexpr = keys.shape[2]
+    for i in range(gl.minimum(ahead, tiles)):
+        first = (i if in_order else end - 1 - i) * key_tile
+        cell = gl.load(table + first // block_size) * block_size + first % block_size
+        _bring(key_chunks, cell, column, key_words_there.index(i), key_words.index(i))
+        _bring(value_chunks, cell, column, value_words_there.index(i), value_words.index(i))
+    for i in range(tiles):
+        slot = i % stages
+        phase = i // stages % 2
+        its = i % ahead
+        its_phase = i // ahead % 2
+        # The place of a later tile is asked for before it is needed.
+        later = gl.minimum(i + ahead, tiles - 1)
+        first = (later if in_order else end - 1 - later) * key_tile
+        cell = gl.load(table + first // block_size) * block_size + first % block_size
+        is_one = i + ahead < tiles
+        mbarrier.wait(key_words_there.index(its), its_phase)
+        words = key_words.index(its).load(of_words(dim))
+        mbarrier.wait(keys_read.index(slot), phase ^ 1)
+        store_widened(words, keys.index(slot), True)
+        mbarrier.arrive(keys_there.index(slot), count=1)
+        if is_one:
+            _bring(key_chunks, cell, column, key_words_there.index(its), key_words.index(its))
+        mbarrier.wait(value_words_there.index(its), its_phase)
+        words = value_words.index(its).load(of_words(dim))
+        mbarrier.wait(values_read.index(slot), phase ^ 1)
+        store_widened(words, values.index(slot), False)
+        mbarrier.arrive(values_there.index(slot), count=1)
+        if is_one:
+            _bring(value_chunks, cell, column, value_words_there.index(its), value_words.index(its))
 
 
 @gluon.jit
@@ -83,9 +157,10 @@ def _weights(
     first: gl.tensor,
     scale: gl.tensor,
     masked: gl.constexpr,
+    narrow: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
     """Exponentials of one tile's scores, and what becomes of the maximum, the total and the sums so
-    far."""
+    far. `scale`: of each query."""
     key_tile: gl.constexpr = scores.shape[1]
     if masked:
         key = first + gl.arange(0, key_tile, layout=gl.SliceLayout(0, of_product(key_tile)))
@@ -96,9 +171,14 @@ def _weights(
     if masked:
         # A query that sees nothing yet has no maximum.
         subtracted = gl.where(new_maximum == -float("inf"), 0.0, subtracted)
-    weights = gl.exp2(scores * scale - subtracted[:, None])
     shrink = gl.exp2(maximum * scale - subtracted)
-    return weights, new_maximum, total * shrink + gl.sum(weights, 1), shrink
+    if narrow:
+        weights = gl.exp2(scores * scale[:, None] - (subtracted - WEIGHT_BITS)[:, None])
+        added = gl.sum(weights, 1) * 2.0**-WEIGHT_BITS
+    else:
+        weights = gl.exp2(scores * scale[:, None] - subtracted[:, None])
+        added = gl.sum(weights, 1)
+    return weights, new_maximum, total * shrink + added, shrink
 
 
 @gluon.jit
@@ -116,6 +196,7 @@ def _add_tiles(
     scale: gl.tensor,
     number: gl.constexpr,
     masked: gl.constexpr,
+    narrow: gl.constexpr,
     in_turns: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
     """Tiles `begin` .. `stop` - 1 in the order of `load_tiles`, from `end` on backwards: their
@@ -151,7 +232,7 @@ def _add_tiles(
         mbarrier.arrive(keys_read.index(slot), count=1)
         first = (end - 1 - i) * key_tile
         weights, maximum, total, shrink = _weights(
-            scores, maximum, total, position, first, scale, masked
+            scores, maximum, total, position, first, scale, masked, narrow
         )
         # These are there already. But ptxas moves nothing over a branch, and would move the
         # weights behind the wait below.
@@ -177,7 +258,9 @@ def attend(
     all_queries: gl.shared_memory_descriptor,
     shared: gl.tuple,
     partial: gl.tuple,
+    value_scale: gl.tensor,
     divides: gl.constexpr,
+    narrow: gl.constexpr,
     kv_heads: gl.constexpr,
     group: gl.constexpr,
     dim: gl.constexpr,
@@ -188,15 +271,14 @@ def attend(
     keys, values, keys_there, values_there, keys_read, _values_read, _turns = shared
     key_tile: gl.constexpr = keys.shape[1]
     count: gl.constexpr = all_queries.shape[1]
-    dtype: gl.constexpr = query.dtype.element_ty
     flat: gl.constexpr = in_memory(dim)
     layout: gl.constexpr = of_product(key_tile)
     sums: gl.constexpr = of_product(dim)
     own = first_query + number * count
     place, exists = places(own, start, tokens, kv_head, count, kv_heads, group, dim)
     queries = all_queries.index(number)
-    queries.store(gl.load(query + place, mask=exists, other=0.0))
-    fence_async_shared()
+    found = gl.load(query + place, mask=exists, other=0.0)
+    scale = scale * bring_queries(found, queries, gl.SliceLayout(1, layout), narrow)
     # What tokens behind the chunk's end attend to is not stored.
     token = (own + gl.arange(0, count, layout=gl.SliceLayout(1, layout))) // group
     position = length - tokens + token
@@ -212,7 +294,7 @@ def attend(
     total = gl.zeros([count], gl.float32, layout=gl.SliceLayout(1, layout))
     first = (end - 1) * key_tile
     weights, maximum, total, _shrink = _weights(
-        scores, maximum, total, position, first, scale, True
+        scores, maximum, total, position, first, scale, True, narrow
     )
     gathered = gl.zeros([count, dim], gl.float32, layout=sums)
     if length < end * key_tile:
@@ -221,16 +303,16 @@ def attend(
     masked = gl.minimum(end - unmasked, tiles)
     weights, gathered, maximum, total = _add_tiles(
         1, masked, end, queries, shared,
-        weights, gathered, maximum, total, position, scale, number, True, in_turns,
+        weights, gathered, maximum, total, position, scale, number, True, narrow, in_turns,
     )  # fmt: skip
     weights, gathered, maximum, total = _add_tiles(
         gl.maximum(masked, 1), tiles, end, queries, shared,
-        weights, gathered, maximum, total, position, scale, number, False, in_turns,
+        weights, gathered, maximum, total, position, scale, number, False, narrow, in_turns,
     )  # fmt: skip
     stages: gl.constexpr = keys.shape[0]
     last = (tiles - 1) % stages
     mbarrier.wait(values_there.index(last), (tiles - 1) // stages % 2)
-    multiplied = gl.convert_layout(weights.to(dtype), as_factor(dim))
+    multiplied = gl.convert_layout(weights.to(queries.dtype), as_factor(dim))
     adding = warpgroup_mma(
         multiplied, values.index(last), warpgroup_mma_init(gathered), is_async=True
     )
@@ -250,13 +332,8 @@ def attend(
     else:
         gathered = gathered / total[:, None]
     if is_there:
-        # Through the place of the queries, so that a thread writes adjacent elements.
-        queries.store(gathered.to(dtype))
         place, exists = places(again(own), start, tokens, kv_head, count, kv_heads, group, dim)
-        gl.store(out + place, queries.load(flat), mask=exists)
-
-
-# mypy: disable-error-code="assignment"
+        store_output(gathered, value_scale, queries, out, place, exists, narrow)
 
 
 @gluon.jit
@@ -278,6 +355,7 @@ def warpgroup_attention_kernel(
     table_stride: gl.tensor,
     units: gl.tensor,
     scale: gl.tensor,
+    scales: gl.tensor,
     out: gl.tensor,
     part_output: gl.tensor,
     part_maximum: gl.tensor,
@@ -288,6 +366,8 @@ def warpgroup_attention_kernel(
     block_size: gl.constexpr,
     group: gl.constexpr,
     kv_heads: gl.constexpr,
+    dim: gl.constexpr,
+    key_tile: gl.constexpr,
     warpgroups: gl.constexpr,
     stages: gl.constexpr,
     registers: gl.constexpr,
@@ -297,13 +377,12 @@ def warpgroup_attention_kernel(
     overlap: gl.constexpr,
 ) -> None:
     """A tile of `warpgroups` times 64 queries of one chunk and one KV head, and its keys or a part
-    of them."""
+    of them. Of a narrow cache `scales` are given, and descriptors of words of four numbers."""
     if overlap and not is_settled:
         gdc_wait()
         gdc_launch_dependents()
-    dtype: gl.constexpr = key_chunks.dtype
-    key_tile: gl.constexpr = key_chunks.block_shape[0]
-    dim: gl.constexpr = key_chunks.block_shape[1]
+    narrow: gl.constexpr = scales is not None
+    dtype: gl.constexpr = gl.float16 if narrow else query.dtype.element_ty
     kv_head = gl.program_id(0)
     number = gl.program_id(1)
     unit = units + number * UNIT
@@ -325,12 +404,30 @@ def warpgroup_attention_kernel(
         unmasked = (length - tokens + first_query // group + 1) // key_tile
         table = tables + row.to(gl.int64) * table_stride
 
-        queries = gl.allocate_shared_memory(
-            dtype, [warpgroups, GROUP_QUERIES, dim], key_chunks.layout
-        )
-        keys = gl.allocate_shared_memory(dtype, [stages, key_tile, dim], key_chunks.layout)
-        values = gl.allocate_shared_memory(dtype, [stages, key_tile, dim], value_chunks.layout)
         barriers: gl.constexpr = mbarrier.MBarrierLayout()
+        value_scale = scale
+        if narrow:
+            # One for all keys of the head, so it belongs to the scores; one of values to the
+            # output.
+            value_scale = gl.load(scales + kv_heads + kv_head) * 2.0**-WEIGHT_BITS
+            scale *= gl.load(scales + kv_head)
+            key_words = gl.allocate_shared_memory(
+                gl.int32, [NARROW_TILES, key_tile, dim // 4], key_chunks.layout
+            )
+            value_words = gl.allocate_shared_memory(
+                gl.int32, [NARROW_TILES, key_tile, dim // 4], key_chunks.layout
+            )
+            key_words_there = gl.allocate_shared_memory(gl.int64, [NARROW_TILES, 1], barriers)
+            value_words_there = gl.allocate_shared_memory(gl.int64, [NARROW_TILES, 1], barriers)
+            for i in gl.static_range(NARROW_TILES):
+                mbarrier.init(key_words_there.index(i), count=1)
+                mbarrier.init(value_words_there.index(i), count=1)
+            words = (key_words, value_words, key_words_there, value_words_there)
+        queries = gl.allocate_shared_memory(
+            dtype, [warpgroups, GROUP_QUERIES, dim], IN_SHARED_MEMORY
+        )
+        keys = gl.allocate_shared_memory(dtype, [stages, key_tile, dim], IN_SHARED_MEMORY)
+        values = gl.allocate_shared_memory(dtype, [stages, key_tile, dim], IN_SHARED_MEMORY)
         keys_there = gl.allocate_shared_memory(gl.int64, [stages, 1], barriers)
         values_there = gl.allocate_shared_memory(gl.int64, [stages, 1], barriers)
         keys_read = gl.allocate_shared_memory(gl.int64, [stages, 1], barriers)
@@ -349,34 +446,45 @@ def warpgroup_attention_kernel(
         shared = (keys, values, keys_there, values_there, keys_read, values_read, turns)
         # A tuple that is assigned has no constants, so these are written where they are used.
         cut: gl.constexpr = part if part > 0 else divides
+        loading_warps: gl.constexpr = 4 if narrow else 1
+        # What two warpgroups leave.
+        loading_registers: gl.constexpr = 512 - 2 * registers if narrow else 24
         if warpgroups == 2:
             gl.warp_specialize([
                 (attend_parts if part > 0 else attend, (
                     0, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
-                    queries, shared, partial, cut, kv_heads, group, dim, in_turns,
+                    queries, shared, partial, value_scale, cut, narrow, kv_heads, group, dim,
+                    in_turns,
                 )),
                 (attend_parts if part > 0 else attend, (
                     1, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
-                    queries, shared, partial, cut, kv_heads, group, dim, in_turns,
+                    queries, shared, partial, value_scale, cut, narrow, kv_heads, group, dim,
+                    in_turns,
                 )),
-                (load_tiles, (
+                (widen_tiles, (
+                    key_chunks, value_chunks, table, end, tiles, kv_head * (dim // 4), shared,
+                    words, block_size, part > 0,
+                )) if narrow else (load_tiles, (
                     key_chunks, value_chunks, table, end, tiles, kv_head * dim, shared, block_size,
                     part > 0,
                 )),
-            ], [4, 1], [registers, 24])  # fmt: skip
+            ], [4, loading_warps], [registers, loading_registers])  # fmt: skip
         else:
             gl.warp_specialize([
                 (attend_parts if part > 0 else attend, (
                     0, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
-                    queries, shared, partial, cut, kv_heads, group, dim, in_turns,
+                    queries, shared, partial, value_scale, cut, narrow, kv_heads, group, dim,
+                    in_turns,
                 )),
                 (attend_parts if part > 0 else attend, (
                     1, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
-                    queries, shared, partial, cut, kv_heads, group, dim, in_turns,
+                    queries, shared, partial, value_scale, cut, narrow, kv_heads, group, dim,
+                    in_turns,
                 )),
                 (attend_parts if part > 0 else attend, (
                     2, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
-                    queries, shared, partial, cut, kv_heads, group, dim, in_turns,
+                    queries, shared, partial, value_scale, cut, narrow, kv_heads, group, dim,
+                    in_turns,
                 )),
                 (load_tiles, (
                     key_chunks, value_chunks, table, end, tiles, kv_head * dim, shared, block_size,

@@ -11,7 +11,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_init,
@@ -19,13 +18,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from megatron_async.ops.attention import join_parts
+from megatron_async.ops.attention.narrow_cache import WEIGHT_BITS
 from megatron_async.ops.attention.warpgroup_tiles import (
     again,
     as_factor,
+    bring_queries,
     clear_behind,
     in_memory,
     of_product,
     places,
+    store_output,
 )
 
 # mypy: disable-error-code="assignment"
@@ -44,8 +46,10 @@ def _add_tiles(
     state: gl.tuple,
     position: gl.tensor,
     scale: gl.tensor,
+    back: gl.tensor,
     number: gl.constexpr,
     masked: gl.constexpr,
+    narrow: gl.constexpr,
     part: gl.constexpr,
     in_turns: gl.constexpr,
 ) -> gl.tuple:
@@ -80,6 +84,8 @@ def _add_tiles(
             mbarrier.arrive(turns.index((number + 1) % warpgroups), count=1)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         mbarrier.arrive(keys_read.index(slot), count=1)
+        if narrow:
+            scores = scores * back[:, None]
         first = i * key_tile
         if masked:
             key = first + gl.arange(0, key_tile, layout=gl.SliceLayout(0, of_product(key_tile)))
@@ -89,6 +95,8 @@ def _add_tiles(
         weights, maximum, total, shrink = weigh_tile(
             scores, gl.where(begins, -float("inf"), maximum), gl.where(begins, 0.0, total), scale
         )
+        if narrow:
+            weights = weights * 2.0**WEIGHT_BITS
         # These are there already. But ptxas moves nothing over a branch, and would move the
         # weights behind the wait below.
         mbarrier.wait(values_there.index(before), before_phase)
@@ -121,7 +129,9 @@ def attend_parts(
     all_queries: gl.shared_memory_descriptor,
     shared: gl.tuple,
     _partial: gl.tuple,
+    value_scale: gl.tensor,
     part: gl.constexpr,
+    narrow: gl.constexpr,
     kv_heads: gl.constexpr,
     group: gl.constexpr,
     dim: gl.constexpr,
@@ -133,7 +143,6 @@ def attend_parts(
     stages: gl.constexpr = keys.shape[0]
     key_tile: gl.constexpr = keys.shape[1]
     count: gl.constexpr = all_queries.shape[1]
-    dtype: gl.constexpr = query.dtype.element_ty
     flat: gl.constexpr = in_memory(dim)
     layout: gl.constexpr = of_product(key_tile)
     sums: gl.constexpr = of_product(dim)
@@ -141,8 +150,8 @@ def attend_parts(
     own = first_query + number * count
     place, exists = places(own, start, tokens, kv_head, count, kv_heads, group, dim)
     queries = all_queries.index(number)
-    queries.store(gl.load(query + place, mask=exists, other=0.0))
-    fence_async_shared()
+    found = gl.load(query + place, mask=exists, other=0.0)
+    back = bring_queries(found, queries, gl.SliceLayout(1, layout), narrow)
     # What tokens behind the chunk's end attend to is not stored.
     token = (own + gl.arange(0, count, layout=gl.SliceLayout(1, layout))) // group
     position = length - tokens + token
@@ -154,11 +163,15 @@ def attend_parts(
     )
     scores = warpgroup_mma_wait(0, deps=(scores,))
     mbarrier.arrive(keys_read.index(0), count=1)
+    if narrow:
+        scores = scores * back[:, None]
     key = gl.arange(0, key_tile, layout=gl.SliceLayout(0, layout))
     scores = gl.where(position[:, None] >= key[None, :], scores, -float("inf"))
     maximum = gl.full([count], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
     total = gl.zeros([count], gl.float32, layout=gl.SliceLayout(1, layout))
     weights, maximum, total, _shrink = weigh_tile(scores, maximum, total, scale)
+    if narrow:
+        weights = weights * 2.0**WEIGHT_BITS
     gathered = gl.zeros([count, dim], gl.float32, layout=sums)
     joined = gl.zeros([count, dim], gl.float32, layout=sums)
     joined_maximum = gl.full([count], -float("inf"), gl.float32, layout=rows)
@@ -166,17 +179,19 @@ def attend_parts(
     state = (weights, maximum, total, gathered, joined_maximum, joined_total, joined)
     masked = gl.maximum(gl.minimum(unmasked, tiles), 1)
     state = _add_tiles(
-        1, masked, queries, shared, state, position, scale, number, False, part, in_turns
-    )
+        1, masked, queries, shared, state, position, scale, back, number, False, narrow, part,
+        in_turns,
+    )  # fmt: skip
     state = _add_tiles(
-        masked, tiles, queries, shared, state, position, scale, number, True, part, in_turns
-    )
+        masked, tiles, queries, shared, state, position, scale, back, number, True, narrow, part,
+        in_turns,
+    )  # fmt: skip
     weights, maximum, total, gathered, joined_maximum, joined_total, joined = state
     last = (tiles - 1) % stages
     mbarrier.wait(values_there.index(last), (tiles - 1) // stages % 2)
     if length < tiles * key_tile:
         clear_behind(values.index(last), length - (tiles - 1) * key_tile, flat)
-    multiplied = gl.convert_layout(weights.to(dtype), as_factor(dim))
+    multiplied = gl.convert_layout(weights.to(queries.dtype), as_factor(dim))
     adding = warpgroup_mma(
         multiplied, values.index(last), warpgroup_mma_init(gathered), is_async=True
     )
@@ -186,7 +201,5 @@ def attend_parts(
         gl.convert_layout(total, rows), gathered, scale,
     )  # fmt: skip
     gathered = gathered / total[:, None]
-    # Through the place of the queries, so that a thread writes adjacent elements.
-    queries.store(gathered.to(dtype))
     place, exists = places(again(own), start, tokens, kv_head, count, kv_heads, group, dim)
-    gl.store(out + place, queries.load(flat), mask=exists)
+    store_output(gathered, value_scale, queries, out, place, exists, narrow)

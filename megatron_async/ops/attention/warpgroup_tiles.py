@@ -9,7 +9,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from megatron_async.ops.attention import narrow_cache
+
 # mypy: disable-error-code="assignment"
+
+# As Gluon takes Triton's own functions.
+as_halves = gluon.jit(narrow_cache.as_halves.fn)
+evens_first = gluon.jit(narrow_cache.evens_first.fn)
+
+IN_SHARED_MEMORY = gl.constexpr(
+    gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+)
+"""How queries, keys and values lie there, as the copy engine stores and the matrix units read."""
+
+
+def words_in_shared_memory(dim: int) -> gl.NVMMASharedLayout:
+    """How words of four numbers of 8 bits lie there."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=dim, element_bitwidth=32, rank=2)
 
 
 PIECE = gl.constexpr(16)
@@ -53,6 +69,93 @@ def places(
     row = (start + local // group).to(gl.int64) * (kv_heads * group) + head
     column = gl.arange(0, dim, layout=gl.SliceLayout(0, layout))
     return row[:, None] * dim + column[None, :], (local // group < tokens)[:, None]
+
+
+@gluon.constexpr_function
+def of_words(dim: int) -> gl.BlockedLayout:
+    """Layout in which a thread has adjacent words of a key, of four numbers of 8 bits."""
+    return gl.BlockedLayout([1, 4], [512 // dim, dim // 16], [4, 1], [1, 0])
+
+
+EVEN_AND_ODD = gl.constexpr(
+    "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t; "
+    "cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }"
+)
+"""Numbers 0 and 2 of a word, in float16, and 1 and 3."""
+IN_ORDER = gl.constexpr(
+    "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }"
+)
+"""Numbers 0 and 1 of a word, in float16, and 2 and 3."""
+
+
+@gluon.jit
+def store_widened(
+    words: gl.tensor, to: gl.shared_memory_descriptor, are_keys: gl.constexpr
+) -> None:
+    """Store a tile of a narrow cache, int32 `[keys, dim / 4]`, in float16; of keys even elements
+    before odd ones, as queries have them."""
+    rows: gl.constexpr = words.shape[0]
+    columns: gl.constexpr = words.shape[1] * 2
+    code: gl.constexpr = EVEN_AND_ODD if are_keys else IN_ORDER
+    one, other = gl.inline_asm_elementwise(
+        code, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    pairs = gl.join(one, other)
+    if are_keys:
+        pairs = pairs.permute((0, 2, 1))
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    to._reinterpret(gl.int32, [rows, columns], layout).store(pairs.reshape((rows, columns)))
+    fence_async_shared()
+    # All threads of the warpgroup have stored before one says so.
+    gl.thread_barrier()
+
+
+@gluon.jit
+def bring_queries(
+    found: gl.tensor,
+    queries: gl.shared_memory_descriptor,
+    layout: gl.constexpr,
+    narrow: gl.constexpr,
+) -> gl.tensor:
+    """Store loaded queries as the product takes them. Gives what their scores are to be multiplied
+    by, in `layout`, a row's."""
+    count: gl.constexpr = queries.shape[0]
+    back = gl.full([count], 1.0, gl.float32, layout=layout)
+    if narrow:
+        if found.dtype == gl.bfloat16:
+            halves, factor = as_halves(found)
+            back = gl.convert_layout(factor, layout)
+            queries.store(evens_first(halves))
+        else:
+            queries.store(evens_first(found))
+    else:
+        queries.store(found)
+    fence_async_shared()
+    return back
+
+
+@gluon.jit
+def store_output(
+    gathered: gl.tensor,
+    value_scale: gl.tensor,
+    queries: gl.shared_memory_descriptor,
+    out: gl.tensor,
+    place: gl.tensor,
+    exists: gl.tensor,
+    narrow: gl.constexpr,
+) -> None:
+    """Store a warpgroup's output through the place of its queries, so that a thread writes adjacent
+    elements."""
+    count: gl.constexpr = queries.shape[0]
+    dim: gl.constexpr = queries.shape[1]
+    dtype: gl.constexpr = out.dtype.element_ty
+    if narrow:
+        gathered = gathered * value_scale
+        there = queries._reinterpret(dtype, [count, dim], queries.layout)
+    else:
+        there = queries
+    there.store(gathered.to(dtype))
+    gl.store(out + place, there.load(in_memory(dim)), mask=exists)
 
 
 @gluon.jit

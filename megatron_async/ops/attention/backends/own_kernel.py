@@ -15,7 +15,6 @@ from megatron_async.ops.attention.backends.base import (
     PrefillRows,
     require,
     require_all_keys,
-    require_wide_cache,
 )
 from megatron_async.ops.attention.prefill_attention import paged_prefill_attention
 from megatron_async.ops.attention.prefill_schedule import PrefillSchedule
@@ -171,7 +170,6 @@ class WarpgroupPrefill(OwnKernelPrefill):
 
     def __init__(self, shape: AttentionShape) -> None:
         part = shape.part
-        require_wide_cache(self.name, shape)
         require_all_keys(self.name, shape)
         is_hopper = is_supported(shape.device)
         require(is_hopper, self.name, f"{shape.device} is not a Hopper GPU", OTHER)
@@ -190,7 +188,8 @@ class WarpgroupPrefill(OwnKernelPrefill):
         )
 
         def tile(tokens: int) -> WarpgroupTile:
-            found = warpgroup_tile_of(shape.dim, shape.block_size, tokens, part > 0)
+            sizes = shape.dim, shape.block_size
+            found = warpgroup_tile_of(*sizes, tokens, part > 0, shape.is_narrow)
             assert found is not None
             return found
 

@@ -35,6 +35,7 @@ from megatron_async.ops.attention.backends.flash_attn import (
 )
 from megatron_async.ops.attention.backends.own_kernel import TritonPrefill, WarpgroupPrefill
 from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
+from megatron_async.ops.attention.narrow_cache import NARROW, scales_of
 
 DECODE_ROWS = 32
 DECODE_KEYS = 512
@@ -175,9 +176,14 @@ def layers_of_step(
     cells = (sum(blocks), size, shape.kv_heads, shape.dim)
     # A cache for each layer, unless they would be large: layers find nothing in the second cache
     # that decode rows of an earlier one have read.
-    cell_bytes = 2 * math.prod(cells) * shape.dtype.itemsize
+    dtype = NARROW if shape.is_narrow else shape.dtype
+    cell_bytes = 2 * math.prod(cells) * dtype.itemsize
     count = min(CALLS, max(MOST_BYTES // cell_bytes, 1)) if decode_rows else 1
-    caches = torch.randn((count, 2, *cells), dtype=shape.dtype, device=where)
+    caches = torch.randn((count, 2, *cells), dtype=shape.dtype, device=where).to(dtype)
+    scales = None
+    if shape.is_narrow:
+        ones = torch.ones(shape.kv_heads, device=where)
+        scales = scales_of(ones, ones)
     query = torch.randn(starts[-1], shape.heads, shape.dim, dtype=shape.dtype, device=where)
     block_tables = tables.to(where)
     kv_lengths = torch.tensor(lengths, dtype=torch.int32, device=where)  # sync-ok: at the start
@@ -206,7 +212,7 @@ def layers_of_step(
         for layer in range(CALLS):
             keys, values = caches[layer % count]
             out = torch.empty_like(query)
-            backend.attend(query, keys, values, shape.dim**-0.5, out, sinks=sinks)
+            backend.attend(query, keys, values, shape.dim**-0.5, out, scales, sinks)
             if workspace is not None:
                 # As `GpuPagedAttention` does.
                 paged_decode_attention(
@@ -219,6 +225,7 @@ def layers_of_step(
                     out[:decode_rows],
                     is_settled=True,
                     is_beside=backend.lets_others_start,
+                    scales=scales,
                     sinks=sinks,
                     softcap=shape.softcap,
                 )
@@ -274,6 +281,7 @@ def question_of(shape: AttentionShape, at_hand: Sequence[str]) -> Question[Prefi
         "backends": list(at_hand),
     }
     rules = {"window": shape.window, "softcap": shape.softcap, "sinks": shape.has_sinks}
+    rules["cache"] = "fp8" if shape.is_narrow else ""
     facts |= {name: rule for name, rule in rules.items() if rule}
     return Question("prefill attention", facts, PrefillRow([CANDIDATES[0]] * count), check)
 

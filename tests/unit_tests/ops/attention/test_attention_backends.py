@@ -77,12 +77,10 @@ def test_parts_of_one_length_are_ours():
         assert {backend.name for backend in choice.backends} == {"triton"}
 
 
-def test_keys_and_values_in_fp8_are_triton_s_and_torch_s():
-    """Others refuse them by name, and no clock chooses."""
+def test_keys_and_values_in_fp8_are_ours_and_torch_s():
+    """Others refuse them by name, and no clock chooses off a GPU."""
     device = CpuDevice()
     shape = AttentionShape(4, 2, 64, 64, 4, torch.bfloat16, device.torch_device, is_narrow=True)
-    with pytest.raises(BackendUnavailable, match=r"warpgroup.* no keys and values in fp8; use "):
-        choose_prefill("warpgroup", shape, device, Choices("measure", device))
     with pytest.raises(BackendUnavailable, match=r"flash_attn_4.* no keys and values in fp8; use "):
         require_tensor_core_shape("flash_attn_4", shape, 256)
     for name in (None, "triton", "torch"):

@@ -160,17 +160,18 @@ def warpgroups(monkeypatch):
         ([(40, 256), (33, 512), (3, 640)], 64, 2, 2, 128),
     ],
 )
-@pytest.mark.parametrize("query_scale", [1.0, 30.0])
+@pytest.mark.parametrize(("query_scale", "is_narrow"), [(1.0, False), (30.0, False), (3.0, True)])
 def test_warpgroups_have_the_bits_of_other_rows(
-    chunks, block_size, kv_heads, group, dim, query_scale, device, matrix_units, warpgroups
-):
+    chunks, block_size, kv_heads, group, dim, query_scale, is_narrow, device, matrix_units,
+    warpgroups,
+):  # fmt: skip
     """In parts of one length. Break it: `shrink` or the sums of a part kept over its border."""
     tokens = 20 + sum(query for query, _ in chunks)
     longest = max(kv for _, kv in chunks)
     dtype = torch.float16 if INTERPRETED else torch.bfloat16
-    batch = PrefillBatch(
-        tokens, len(chunks) + 1, longest, block_size, kv_heads, group, dim, dtype, device
-    )
+    rows = len(chunks) + 1
+    sizes = tokens, rows, longest, block_size, kv_heads, group, dim, dtype, device
+    batch = PrefillBatch(*sizes, is_narrow=is_narrow)
     batch.refill(chunks, query_scale, first=9)
     check_same_bits(batch)
 
@@ -178,16 +179,23 @@ def test_warpgroups_have_the_bits_of_other_rows(
 def check_same_bits(batch, part=256):
     """Triton's kernel and the warpgroups' on the rows of a batch, as a captured step has them."""
     rows, found, caches = batch.rows(), [], (batch.keys, batch.values)
+    is_narrow = batch.scales is not None
     tokens, heads, dim = batch.query.shape
     sizes = heads, dim, batch.block_size, batch.query.dtype, batch.query.device
     for launch, tile in (
         (paged_prefill_attention, tile_of(tokens, *sizes, in_parts=True)),
-        (warpgroup_prefill_attention, warpgroup_tile_of(dim, batch.block_size, in_parts=True)),
+        (
+            warpgroup_prefill_attention,
+            warpgroup_tile_of(dim, batch.block_size, in_parts=True, is_narrow=is_narrow),
+        ),
     ):
         schedule = batch.schedule(0, tile)
         batch.plan(schedule, rows, tile)
         out = torch.full_like(batch.query, float("nan"))
-        launch(batch.query, *caches, rows.block_tables, schedule, tile, batch.scale, out, part=part)
+        launch(
+            batch.query, *caches, rows.block_tables, schedule, tile, batch.scale, out, part=part,
+            scales=batch.scales,
+        )  # fmt: skip
         batch.out.copy_(out)
         batch.check()
         found.append(out[batch.first : batch.tokens])
@@ -295,13 +303,19 @@ class TestOnGpu:
             batch.check()
 
     @pytest.mark.parametrize(
-        ("kv_heads", "group", "dim", "block_size"),
-        [(3, 3, 64, 256), (8, 4, 128, 256), (2, 8, 128, 64), (3, 5, 64, 64)],
-    )
-    def test_warpgroups_in_parts_of_random_batches(self, kv_heads, group, dim, block_size):
+        ("kv_heads", "group", "dim", "block_size", "is_narrow"),
+        [
+            (3, 3, 64, 256, False), (8, 4, 128, 256, False), (2, 8, 128, 64, False),
+            (3, 5, 64, 64, False), (8, 4, 128, 256, True), (3, 3, 64, 64, True),
+        ],
+    )  # fmt: skip
+    def test_warpgroups_in_parts_of_random_batches(
+        self, kv_heads, group, dim, block_size, is_narrow
+    ):
         rng = random.Random(dim + block_size)
         dtype = torch.bfloat16 if block_size == 256 else torch.float16
-        batch = PrefillBatch(700, 6, 4000, block_size, kv_heads, group, dim, dtype, "cuda")
+        sizes = 700, 6, 4000, block_size, kv_heads, group, dim, dtype, "cuda"
+        batch = PrefillBatch(*sizes, is_narrow=is_narrow)
         for number in range(40):
             batch.refill(random_chunks(rng, 6, 700, 4000), query_scale=1.0 + number % 4)
             check_same_bits(batch)

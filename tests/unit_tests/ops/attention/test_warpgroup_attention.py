@@ -13,19 +13,19 @@ from megatron_async.ops.attention import prefill_schedule
 from megatron_async.ops.attention import warpgroup_attention as launch_module
 from megatron_async.ops.attention import warpgroup_attention_kernel as kernel_module
 from megatron_async.ops.attention.warpgroup_attention import (
-    IN_SHARED_MEMORY,
     WarpgroupTile,
     warpgroup_prefill_attention,
     warpgroup_tile_of,
 )
 from megatron_async.ops.attention.warpgroup_attention_kernel import warpgroup_attention_kernel
+from megatron_async.ops.attention.warpgroup_tiles import IN_SHARED_MEMORY, words_in_shared_memory
 from tests.unit_tests.ops.attention.prefill_batch import PrefillBatch, random_chunks
 from tests.unit_tests.ops.attention.schedule_reference import ReferenceKernel
 from tests.unit_tests.ops.linear.gluon_emulator import EmulatedKernel
 from tests.unit_tests.ops.linear.test_resident_kernel import HOPPER, TOOLS, spilled_bytes
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
-PARTIAL = (8, 9, 10, 11)
+PARTIAL = (9, 10, 11, 12)
 """Arguments of partial results, which launches share."""
 BRAIN, HALF = torch.bfloat16, torch.float16
 compiles = pytest.mark.skipif(INTERPRETED, reason="compiles")
@@ -43,30 +43,32 @@ CASES = [
 
 def attend(batch, rows, tile=None, processors=0, schedule=None, is_settled=False, part=0):
     """The schedule, which is made if there is none."""
-    dim = batch.query.size(2)
-    tile = tile or warpgroup_tile_of(dim, batch.block_size, rows.tokens)
+    dim, is_narrow = batch.query.size(2), batch.scales is not None
+    tile = tile or warpgroup_tile_of(dim, batch.block_size, rows.tokens, part > 0, is_narrow)
     schedule = schedule or batch.schedule(processors, tile)
     batch.plan(schedule, rows, tile)
     warpgroup_prefill_attention(
         batch.query, batch.keys, batch.values, rows.block_tables, schedule, tile, batch.scale,
-        batch.out, is_settled, part,
+        batch.out, is_settled, part, batch.scales,
     )  # fmt: skip
     return schedule
 
 
 def check(
-    chunks, block_size, kv_heads, group, dim, dtype, device, captured, tile=None, processors=0
-):
+    chunks, block_size, kv_heads, group, dim, dtype, device, captured, tile=None, processors=0,
+    is_narrow=False, query_scale=1.0,
+):  # fmt: skip
     """Captured: behind nine decode tokens, with two dummy rows, seven padding tokens, and no
     lengths on the host. Twice, as counters and partial results are left over."""
     tokens, rows = sum(query for query, _ in chunks), len(chunks)
     if captured:
         tokens, rows = tokens + 7 + 9, rows + 2
     longest = max(kv for _, kv in chunks)
-    batch = PrefillBatch(tokens, rows, longest, block_size, kv_heads, group, dim, dtype, device)
+    sizes = tokens, rows, longest, block_size, kv_heads, group, dim, dtype, device
+    batch = PrefillBatch(*sizes, is_narrow=is_narrow)
     schedule = None
     for number in range(2 if processors else 1):
-        batch.refill(chunks, first=9 if captured else 0)
+        batch.refill(chunks, query_scale, first=9 if captured else 0)
         schedule = attend(
             batch, batch.rows(() if captured else chunks), tile, processors, schedule, number > 0
         )
@@ -130,6 +132,25 @@ def test_emulated_parts(chunks, block_size, kv_heads, group, dim, processors, ca
         check(chunks, *sizes, dtype, "cpu", captured, processors=processors)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(
+    ("case", "dtype", "processors", "query_scale"),
+    [
+        (CASES[1], BRAIN, 0, 1e6),
+        (CASES[2], BRAIN, 0, 1e-20),
+        (CASES[3], HALF, 0, 1.0),
+        (PARTS[1][:5], BRAIN, 7, 1.0),
+    ],
+)
+def test_emulated_narrow_caches(case, dtype, processors, query_scale, captured, emulated):
+    """Break it: queries of bfloat16 as they are; the place of a tile asked for before all threads
+    have read it; a tile widened over one that is still multiplied."""
+    for emulated.seed in range(3):
+        check(
+            *case, dtype, "cpu", captured, None, processors, is_narrow=True, query_scale=query_scale
+        )
+
+
 def test_emulated_random_batches(emulated):
     rng = random.Random(0)
     batch = PrefillBatch(300, 4, 700, 128, 1, 3, 64, BRAIN, "cpu")
@@ -176,22 +197,29 @@ def test_tiles_that_do_not_exist(emulated):
             attend(batch, batch.rows(), WarpgroupTile(2, keys, 2), processors, part=part)
     with pytest.raises(ValueError, match=r"tiles of 128 queries of 64; here are .* 192"):
         attend(batch, batch.rows(), WarpgroupTile(3, 64, 2), schedule=batch.schedule(0, tile))
+    with pytest.raises(ValueError, match=r"a tile that widens for caches of torch.bfloat16: make"):
+        attend(batch, batch.rows(), tile._replace(widens=True))
     batch.keys = batch.keys[..., :16]
     with pytest.raises(ValueError, match="does not fit caches"):
         attend(batch, batch.rows(), tile)
 
 
-def compiled(dim, block_size, group, divides, part=0):
-    tile = warpgroup_tile_of(dim, block_size, 128 if divides else 8192, part > 0)
+def compiled(dim, block_size, group, divides, part=0, is_narrow=False):
+    tile = warpgroup_tile_of(dim, block_size, 128 if divides else 8192, part > 0, is_narrow)
     constants = {
         "block_size": block_size, "group": group, "kv_heads": 8, "divides": divides,
+        "dim": dim, "key_tile": tile.keys,
         "warpgroups": tile.warpgroups, "stages": tile.stages, "registers": tile.registers,
         "in_turns": tile.in_turns, "part": part, "is_settled": True, "overlap": True,
     }  # fmt: skip
-    block = f"tensordesc<bf16[{tile.keys}, {dim}],{IN_SHARED_MEMORY!r}>"
+    block = f"tensordesc<bf16[{tile.keys}, {dim}],{IN_SHARED_MEMORY.value!r}>"
+    if is_narrow:
+        block = f"tensordesc<i32[{tile.keys}, {dim // 4}],{words_in_shared_memory(dim)!r}>"
+    else:
+        constants["scales"] = None
     types = {"key_chunks": block, "value_chunks": block, "scale": "fp32"}
     types |= dict.fromkeys(("tables", "units", "arrived"), "*i32")
-    types |= dict.fromkeys(("part_output", "part_maximum", "part_total"), "*fp32")
+    types |= dict.fromkeys(("part_output", "part_maximum", "part_total", "scales"), "*fp32")
     types |= dict.fromkeys(("table_stride", "slots"), "i32")
     names = warpgroup_attention_kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
@@ -209,14 +237,22 @@ def instructions(kernel, folder):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+SIZES = [(128, 256, 4), (64, 256, 3), (128, 64, 4), (64, 64, 3)]
+KINDS = [(False, 0), (True, 0), (False, 256)]
+
+
 @compiles
-@pytest.mark.parametrize(("divides", "part"), [(False, 0), (True, 0), (False, 256)])
 @pytest.mark.parametrize(
-    ("dim", "block_size", "group"), [(128, 256, 4), (64, 256, 3), (128, 64, 4), (64, 64, 3)]
+    ("dim", "block_size", "group", "divides", "part", "is_narrow"),
+    [(*size, *kind, False) for size in SIZES for kind in KINDS]
+    + [(128, 256, 4, False, 0, True)],
 )
-def test_weights_are_computed_beside_a_product(dim, block_size, group, divides, part, tmp_path):
-    """Break it: no second wait for the values, which are there."""
-    tile, kernel = compiled(dim, block_size, group, divides, part)
+def test_weights_are_computed_beside_a_product(
+    dim, block_size, group, divides, part, is_narrow, tmp_path
+):
+    """Break it: no second wait for the values, which are there; tiles that are widened by halves of
+    words (which spills)."""
+    tile, kernel = compiled(dim, block_size, group, divides, part, is_narrow)
     assert kernel.metadata.shared <= 227 * 1024
     assert spilled_bytes(kernel.asm, tmp_path) <= 32
     loops = 2 * tile.warpgroups  # with a mask and without
@@ -233,6 +269,10 @@ def test_weights_are_computed_beside_a_product(dim, block_size, group, divides, 
     before, after = kernel.asm["ptx"].split("griddepcontrol.wait")
     assert not re.search(r"st\.[\w.]*global|cp\.async", before)
     assert len(re.findall(r"ld\.[\w.]*global", before)) == (9 if divides else 7), "the unit"
+    if is_narrow:
+        # By 128 threads, two numbers an instruction, of keys and values.
+        assert text.count("F2FP.F16.E4M3") == tile.keys * dim * 2 // 2 // 128
+        assert "F2F." not in text
     assert "griddepcontrol.launch_dependents" in after
     # A part is counted once all threads of its warpgroup have stored it.
     *stored, _ = kernel.asm["ptx"].split("atom.global.gpu.acq_rel.add")
@@ -253,10 +293,13 @@ class TestOnGpu:
         ("kv_heads", "group", "dim", "block_size"),
         [(3, 3, 64, 256), (8, 4, 128, 256), (2, 8, 128, 64), (3, 3, 64, 64)],
     )
-    def test_random_batches(self, kv_heads, group, dim, block_size):
+    @pytest.mark.parametrize("is_narrow", [False, True])
+    def test_random_batches(self, kv_heads, group, dim, block_size, is_narrow):
         rng = random.Random(dim + block_size)
-        batch = PrefillBatch(700, 6, 1500, block_size, kv_heads, group, dim, BRAIN, "cuda")
-        for number in range(84):
+        batch = PrefillBatch(
+            700, 6, 1500, block_size, kv_heads, group, dim, BRAIN, "cuda", is_narrow=is_narrow
+        )
+        for number in range(42 if is_narrow else 84):
             filled = batch.refill(random_chunks(rng, 6, 700, 1500))
             attend(batch, batch.rows(filled if number % 2 else ()))
             batch.check()

@@ -91,6 +91,7 @@ class Shared:
     memory: Tensor
     from_here: Tensor | None = None
     """All of its buffer from its first element on."""
+    layout: Any = None
 
     def index(self, i: int) -> Shared:
         assert 0 <= i < self.memory.size(0)
@@ -98,7 +99,7 @@ class Shared:
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
         assert self.from_here is not None
-        return Shared(self.from_here[: math.prod(shape)].view(*shape))
+        return Shared(self.from_here.view(dtype)[: math.prod(shape)].view(*shape))
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.memory.permute(order))
@@ -186,7 +187,7 @@ class Program:
             barriers = Barriers(Barrier() for _ in range(shape[0]))
             self.barriers += barriers
             return barriers
-        return Shared(torch.full(shape, torch.nan, dtype=dtype))
+        return Shared(torch.full(shape, _poison(dtype), dtype=dtype))
 
     def copy(
         self, of: Descriptor, place: list[int], barrier: Barrier, to: Shared, pred: bool = True
@@ -195,7 +196,7 @@ class Program:
             assert self.has_waited or not of.is_written_before, "reads rows before its wait"
             assert list(to.memory.shape) == list(of.block_shape)
             self.copies += 1
-            to.memory.fill_(torch.nan)
+            to.memory.fill_(_poison(to.dtype))
             barrier.copies.append((to.memory, of.block(place)))
 
     def expect(self, barrier: Barrier, size: int, pred: bool = True) -> None:
@@ -258,7 +259,9 @@ class Program:
             PropagateNan=SimpleNamespace(ALL=None),
             allocate_shared_memory=self.allocate, zeros_like=torch.zeros_like,
             associative_scan=lambda value, axis, _: value.cumsum(axis),
-            inline_asm_elementwise=lambda *asm, **_: asm[2][0], DotOperandLayout=_none,
+            inline_asm_elementwise=_inline_asm, DotOperandLayout=_none, abs=torch.abs,
+            float16=torch.float16, bfloat16=torch.bfloat16,
+            join=lambda one, other: torch.stack((one, other), -1),
             warp_specialize=self.specialize,
             SliceLayout=_none, NVMMADistributedLayout=_none, BlockedLayout=_none, rsqrt=torch.rsqrt,
             NVMMASharedLayout=_none, num_warps=lambda: 4,
@@ -284,6 +287,22 @@ class Program:
             "gdc_wait": self.wait_for_previous,
             "gdc_launch_dependents": _none,
         }
+
+
+def _poison(dtype: torch.dtype) -> float:
+    """NaN; of whole numbers bytes that are NaN in e4m3."""
+    return torch.nan if dtype.is_floating_point else 0x7F7F7F7F
+
+
+def _inline_asm(code: str, _registers: str, values: list[Tensor], **_: Any) -> Any:
+    """Words of four e4m3 to two of two float16; all other code moves its value."""
+    if "cvt.rn.f16x2.e4m3x2" not in code:
+        return values[0]
+    (words,) = values
+    order = (0, 2, 1, 3) if "prmt.b32 t, $2, 0, 0x3120" in code else (0, 1, 2, 3)
+    numbers = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))[..., order]
+    halves = numbers.contiguous().view(torch.float8_e4m3fn).to(torch.float16).view(torch.int32)
+    return halves[..., 0], halves[..., 1]
 
 
 def _none(*_: Any, **__: Any) -> None:
