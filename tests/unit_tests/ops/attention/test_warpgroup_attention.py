@@ -244,8 +244,7 @@ KINDS = [(False, 0), (True, 0), (False, 256)]
 @compiles
 @pytest.mark.parametrize(
     ("dim", "block_size", "group", "divides", "part", "is_narrow"),
-    [(*size, *kind, False) for size in SIZES for kind in KINDS]
-    + [(128, 256, 4, False, 0, True)],
+    [(*size, *kind, False) for size in SIZES for kind in KINDS] + [(128, 256, 4, False, 0, True)],
 )
 def test_weights_are_computed_beside_a_product(
     dim, block_size, group, divides, part, is_narrow, tmp_path
