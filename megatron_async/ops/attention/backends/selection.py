@@ -280,8 +280,12 @@ def question_of(shape: AttentionShape, at_hand: Sequence[str]) -> Question[Prefi
         "part": shape.part,
         "backends": list(at_hand),
     }
-    rules = {"window": shape.window, "softcap": shape.softcap, "sinks": shape.has_sinks}
-    rules["cache"] = "fp8" if shape.is_narrow else ""
+    rules = {
+        "window": shape.window,
+        "softcap": shape.softcap,
+        "sinks": shape.has_sinks,
+        "fp8_cache": shape.is_narrow,
+    }
     facts |= {name: rule for name, rule in rules.items() if rule}
     return Question("prefill attention", facts, PrefillRow([CANDIDATES[0]] * count), check)
 
