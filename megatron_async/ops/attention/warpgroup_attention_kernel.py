@@ -104,8 +104,8 @@ def widen_tiles(
     block_size: gl.constexpr,
     in_order: gl.constexpr,
 ) -> None:
-    """As `load_tiles`, of a narrow cache, by a warpgroup: the copy engine brings keys and values in
-    words of four numbers, some tiles ahead, and the warpgroup widens them.
+    """Bring `tiles` tiles as `load_tiles` does, of a narrow cache: the copy engine brings keys and
+    values in words of four numbers, some tiles ahead, and this warpgroup widens them.
 
     Args:
         column: of the KV head, in words.
