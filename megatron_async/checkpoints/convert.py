@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -20,7 +20,11 @@ from megatron_async.checkpoints.huggingface_config import write_config
 from megatron_async.checkpoints.mapping import Shard, weights
 from megatron_async.checkpoints.quantise import Quantiser
 from megatron_async.checkpoints.registry import open_model
-from megatron_async.checkpoints.source import ModelSource, parse_dtype
+from megatron_async.checkpoints.source import (
+    ModelSource,
+    NamedTensorSource,
+    parse_dtype,
+)
 from megatron_async.checkpoints.torch_dist import save_torch_dist
 from megatron_async.errors import ConfigurationError
 
@@ -93,15 +97,21 @@ def convert(
             "%s: asks for keys and values in fp8, and the target will not: scales of keys and "
             "values are not written.", source.name,
         )  # fmt: skip
-    model = build_model(architecture, dtype, torch.device("cpu"), with_mtp=with_mtp)
-    source.load_weights(model, progress, with_scales=False)
+    # A folder of tensors is read weight by weight, as they are written.
+    streamed = source if to == "huggingface" and isinstance(source, NamedTensorSource) else None
+    place = torch.device("cpu" if streamed is None else "meta")
+    model = build_model(architecture, dtype, place, with_mtp=with_mtp)
+    if streamed is None:
+        source.load_weights(model, progress, with_scales=False)
     with _whole_folder(target) as folder:
-        if to == "huggingface":
-            save_huggingface(
-                model, architecture, tokenizer, folder, progress, quantization=quantization
-            )
-        else:
+        if to == "torch_dist":
             save_torch_dist(model, architecture, tokenizer, folder)
+            return
+        with streamed.reading(Shard(with_mtp=with_mtp)) if streamed else nullcontext() as read:
+            save_huggingface(
+                model, architecture, tokenizer, folder, progress,
+                quantization=quantization, read=read,
+            )  # fmt: skip
 
 
 @contextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, reduce
 from pathlib import Path
@@ -42,6 +43,7 @@ from megatron_async.checkpoints.quantization_config import (
 from megatron_async.checkpoints.safetensors_file import StoredTensor
 from megatron_async.checkpoints.source import (
     NamedTensorSource,
+    ReadWeight,
     byte_bar,
     embedding_name,
     model_parameters,
@@ -365,6 +367,15 @@ class HuggingFaceSource(NamedTensorSource):
             self._files.close()
 
     @override
+    @contextmanager
+    def reading(self, shard: Shard) -> Iterator[ReadWeight]:
+        try:
+            with super().reading(shard) as read:
+                yield read
+        finally:
+            self._files.close()
+
+    @override
     def check_unchanged(self) -> None:
         self._files.check_unchanged()
 
@@ -449,12 +460,14 @@ def save_huggingface(
     progress: bool = False,
     shard_bytes: int = SHARD_BYTES,
     quantization: str | None = None,
+    read: ReadWeight | None = None,
 ) -> None:
     """Write a folder that transformers' `AutoModelForCausalLM.from_pretrained` loads.
 
     Args:
         model: a `HybridModel` of `architecture`; its weights are written in its dtype, those of
-            multi-token prediction where it has them.
+            multi-token prediction where it has them. It may be on the meta device if `read` is
+            given.
         architecture: what `config.json` is made from.
         tokenizer: its files are written too, if there is one.
         folder: made if needed; files in it are replaced.
@@ -462,6 +475,7 @@ def save_huggingface(
         shard_bytes: weights beyond this many bytes of the model go to further files, with an
             index.
         quantization: how linear layers and experts are quantised (see `Quantiser`); None: not.
+        read: reads each weight when it is written; None: they are the model's.
 
     Raises:
         CheckpointError: the architecture has no Hugging Face form; see `Quantiser`.
@@ -489,13 +503,17 @@ def save_huggingface(
         size += weight_bytes
     weight_map: dict[str, str] = {}
     written = 0
-    with byte_bar(total_bytes(parameters), progress, "writing weights") as bar:
+    total = sum(parameter.nbytes for parameter in parameters.values())
+    with byte_bar(total, progress, "writing weights") as bar:
         for number, shard in enumerate(shards, 1):
             count = len(shards)
             file = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
             tensors: dict[str, Tensor] = {}
             for weight in shard:
-                plain = widened(parameters[weight.name]).cpu()
+                plain = widened(parameters[weight.name])
+                plain = torch.empty_like(plain, device="cpu") if plain.is_meta else plain.cpu()
+                if read is not None:
+                    read(weight.name, plain)
                 for name, values in weight.split(plain).items():
                     tensors |= quantiser.tensors(name, values) if quantiser else {name: values}
             save_file(tensors, folder / file, metadata={"format": "pt"})

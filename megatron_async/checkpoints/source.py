@@ -47,6 +47,10 @@ MTP_REMEDY = (
 )
 
 
+ReadWeight = Callable[[str, Tensor], None]
+"""Reads a weight, by its parameter's name, into a tensor on the host."""
+
+
 class ModelSource(ABC):
     """A model that can be loaded.
 
@@ -272,10 +276,7 @@ class NamedTensorSource(ModelSource):
     def load_into(
         self, tensors: Mapping[str, Operand], shard: Shard, progress: bool = False
     ) -> None:
-        self.check_stored(shard.with_mtp)
-        _ = self.checked_weights
-        if shard.with_mtp:
-            _ = self.checked_mtp_weights
+        self._check_weights(shard.with_mtp)
         wanted = self.held_weights(shard)
         parameters = model_parameters(tensors, wanted)
         is_cuda = any(parameter.is_cuda for parameter in parameters.values())
@@ -306,6 +307,26 @@ class NamedTensorSource(ModelSource):
                     list(work(_call, self._fillings(weight, values)))
                 bar.update(into.nbytes)
         self.check_unchanged()
+
+    @contextmanager
+    def reading(self, shard: Shard) -> Iterator[ReadWeight]:
+        """Inside, a function that reads one weight of a rank into a tensor; raises as
+        `load_weights`, before, in the function or in the end."""
+        self._check_weights(shard.with_mtp)
+        held = {weight.name: weight for weight in self.held_weights(shard)}
+
+        def read(name: str, into: Tensor) -> None:
+            for work in self._fillings(held[name], into):
+                work()
+
+        yield read
+        self.check_unchanged()
+
+    def _check_weights(self, with_mtp: bool) -> None:
+        self.check_stored(with_mtp)
+        _ = self.checked_weights
+        if with_mtp:
+            _ = self.checked_mtp_weights
 
     def held_weights(self, shard: Shard) -> list[Weight]:
         """The weights of a rank, with the names of this source."""

@@ -12,10 +12,13 @@ from safetensors.torch import load_file
 from megatron_async.checkpoints import CheckpointError, LoadedModel, load_model, open_model
 from megatron_async.checkpoints import convert as convert_module
 from megatron_async.checkpoints.convert import convert
+from megatron_async.checkpoints.huggingface import HuggingFaceSource, save_huggingface
 from megatron_async.checkpoints.huggingface_config import write_config
+from megatron_async.checkpoints.mapping import Shard, weights
 from megatron_async.cli.main import main
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.models.hybrid import build_model
 from tests.unit_tests.checkpoints.hybrid_families import assert_same_weights, huggingface_state
 
 CPU = torch.device("cpu")
@@ -154,3 +157,34 @@ def test_layers_that_their_family_does_not_know(
 def test_every_shape_that_is_served_has_its_form() -> None:
     for architecture in DUMMY_SHAPES.values():
         write_config(architecture.without_mtp, "bfloat16")
+
+
+def test_a_folder_is_read_weight_by_weight(
+    family_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Break it: read all weights before the first is written. What has changed meanwhile is
+    refused, and nothing is written."""
+    source = open_model(family_folder("qwen2"))
+    assert isinstance(source, HuggingFaceSource)
+    a, shard, written = source.architecture, Shard(), list[int]()
+    model = build_model(a, torch.bfloat16, torch.device("meta"))
+    with source.reading(shard) as read:
+
+        def noted(name: str, into: torch.Tensor) -> None:
+            written.append(len(list(tmp_path.glob("model-*"))))
+            read(name, into)
+
+        save_huggingface(model, a, None, tmp_path, shard_bytes=1, read=noted)
+    assert written == list(range(len(list(weights(a)))))
+    convert(source, tmp_path / "whole", to="huggingface", dtype="bfloat16")
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    parts = {n: t for file in tmp_path.glob("model-*") for n, t in load_file(file).items()}
+    assert_same_weights(parts, whole)
+
+    def changed() -> None:
+        raise CheckpointError("it was written to")
+
+    monkeypatch.setattr(source, "check_unchanged", changed)
+    with pytest.raises(CheckpointError, match="it was written to"):
+        convert(source, tmp_path / "changed", to="huggingface")
+    assert not (tmp_path / "changed").exists()
