@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 
 REPLACEMENT = "\ufffd"
 """The character that decoders write for bytes that are no complete character (yet)."""
@@ -76,11 +77,12 @@ class IncrementalDetokenizer:
 
 
 class ByteDetokenizer:
-    """The text of one request's generated tokens, where texts are the bytes of their tokens, by
-    id."""
+    """The text of one request's generated tokens, where texts are the bytes of their tokens, by id;
+    but for `marks`, tokens that a character stands for which no bytes can give (id -> it)."""
 
-    def __init__(self, pieces: Mapping[int, bytes]) -> None:
+    def __init__(self, pieces: Mapping[int, bytes], marks: Mapping[int, str] | None = None) -> None:
         self._pieces = pieces
+        self._marks = marks or {}
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_inside = False
         """Whether the decoder keeps the beginning of a character."""
@@ -88,6 +90,11 @@ class ByteDetokenizer:
     def push_all(self, tokens: Sequence[int]) -> str:
         """Take the next tokens; return the text that no later token changes: all but an incomplete
         character at its end."""
+        if self._marks and not self._marks.keys().isdisjoint(tokens):
+            return "".join(
+                self.push_all(list(run)) if mark is None else self.finish() + mark * len(list(run))
+                for mark, run in groupby(tokens, self._marks.get)
+            )
         data = b"".join(map(self._pieces.__getitem__, tokens))
         if not self._is_inside:
             try:
@@ -99,7 +106,7 @@ class ByteDetokenizer:
         return text
 
     def finish(self) -> str:
-        """The replacement for an incomplete character at the very end."""
+        """The replacement for an incomplete character at the very end, or before a mark."""
         self._is_inside = False
         return self._decoder.decode(b"", final=True)
 

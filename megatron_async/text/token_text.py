@@ -39,7 +39,7 @@ class TokenText:
     Other tokenizers decode the newest tokens together, and all of them at the end.
 
     Args:
-        tokenizer: has `detokenize`; `byte_pieces` and `eod` if it likes.
+        tokenizer: has `detokenize`; `byte_pieces`, `marks` and `eod` if it likes.
         params: of the request.
         prompt: text or token ids; it comes first if the request asks for an `echo`.
 
@@ -63,7 +63,7 @@ class TokenText:
         # Bytes that are no character are found as a stop word only when another follows them.
         self._decoder: ByteDetokenizer | IncrementalDetokenizer
         if pieces is not None and not any(REPLACEMENT in word for word in self._words):
-            self._decoder = ByteDetokenizer(pieces)
+            self._decoder = ByteDetokenizer(pieces, getattr(tokenizer, "marks", None))
         else:
             self._decoder = IncrementalDetokenizer(self._detokenize)
         self._runs = getattr(tokenizer, "byte_runs", None)

@@ -29,6 +29,7 @@ from megatron_async.text.chat_template import (
     folder_template,
 )
 from megatron_async.text.gguf_tokenizer import read_gguf
+from megatron_async.text.harmony import ends_of
 from megatron_async.text.special_tokens import (
     TOKENIZER_CONFIG,
     add_special_tokens,
@@ -74,7 +75,8 @@ class Tokenizer:
     Args:
         backend: the tokenizer proper.
         config: the fields of a `tokenizer_config.json` (special tokens by name, chat template).
-        eos_ids: tokens that end a generation, the tokenizer's own first.
+        eos_ids: tokens that end a generation, the tokenizer's own first. Harmony's are
+            added.
         chat_template: jinja2 source, or None.
         source: what error messages call it.
         generation_config: what the model says of its sampling, by the names of a
@@ -92,7 +94,7 @@ class Tokenizer:
     ) -> None:
         self.backend = backend
         self.config = dict(config)
-        self.eos_ids = tuple(eos_ids)
+        self.eos_ids = tuple(dict.fromkeys((*eos_ids, *ends_of(backend))))
         self.chat_template = chat_template
         self.source = source
         self.generation_config = dict(generation_config or {})

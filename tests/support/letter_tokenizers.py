@@ -22,6 +22,49 @@ def make_ascii_tokenizer() -> Tokenizer:
     return Tokenizer(backend, {"eos_token": "<eos>"}, [EOS], None, "test")
 
 
+HARMONY = (
+    "<|call|>", "<|start|>", "<|endoftext|>", "<|channel|>", "<|message|>", "<|reserved|>",
+    "<|return|>", "<|constrain|>", "<|end|>",
+)  # fmt: skip
+CHANNELS = """
+{%- macro message(header, channel, text, end) -%}
+<|start|>{{ header }}<|channel|>{{ channel }}<|message|>{{ text }}<|{{ end }}|>
+{%- endmacro -%}
+<|start|>system<|message|>Reasoning: {{ reasoning_effort | default("medium") }}<|end|>
+{%- if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}
+{%- set called = namespace(name="") %}
+{%- for m in messages %}
+{%- if m.role == "tool" -%}
+{{ message("functions." ~ called.name ~ " to=assistant", "commentary", m.content | tojson, "end") }}
+{%- elif m.role != "assistant" -%}
+<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>
+{%- else %}
+{%- if m.thinking %}{{ message("assistant", "analysis", m.thinking, "end") }}{% endif %}
+{%- if m.tool_calls -%}
+{%- if m.content %}{{ message("assistant", "analysis", m.content, "end") }}{% endif %}
+{%- set call = m.tool_calls[0].function %}
+{%- set called.name = call.name -%}
+{{ message("assistant to=functions." ~ call.name, "commentary json", call.arguments | tojson,
+           "call") }}
+{%- else %}{{ message("assistant", "final", m.content, "end") }}{% endif %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+"""A template of harmony's messages with the names and limits of the models' own."""
+
+
+def make_harmony_tokenizer() -> Tokenizer:
+    """All bytes, and harmony's special tokens in an order of our own; one ends texts, by the
+    files."""
+    vocabulary = {letter: number for number, letter in enumerate(_byte_alphabet())}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(HARMONY))
+    end = backend.token_to_id("<|return|>")
+    return Tokenizer(backend, {"eos_token": "<|return|>"}, [end], CHANNELS, "test")
+
+
 def _byte_alphabet() -> list[str]:
     """The letters that stand for bytes in byte-level BPE (GPT-2)."""
     shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -18,6 +18,7 @@ from megatron_async.server.answers.choice_text import (
 )
 from megatron_async.server.answers.items import Item, ItemResult, ItemWriter, Kind, UsageCount
 from megatron_async.server.chat.answer_pieces import CallArguments, CallBegin, Piece, Thought
+from megatron_async.server.chat.harmony import ChannelReader
 from megatron_async.server.fields.asked import Asked, AskedChoice
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.served_model import ServedModel
@@ -125,6 +126,9 @@ class AnswerChoice:
         if not self._items and self.writer.tells_empty:
             events += self._begin_item("text")
         events += self._close()
+        num_thought_tokens = self._num_thought_tokens
+        if self._text.messages is not None and isinstance(self._pieces, ChannelReader):
+            num_thought_tokens = self._text.messages.of(self._pieces.reasoning)
         self._result = ItemResult(
             self._items,
             end,
@@ -132,7 +136,7 @@ class AnswerChoice:
             self._text.stop_word(end),
             self._text.stop_reason(end),
             self._num_tokens,
-            self._num_thought_tokens,
+            num_thought_tokens,
         )
         return events + self.writer.finished(self._result)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_async.server.answers.token_names import SpecialTokensView
 from megatron_async.server.chat.answer_pieces import CallReader
 from megatron_async.server.chat.calls_reader import CallsReader
+from megatron_async.server.chat.harmony import ChannelReader, MessageTokens
 from megatron_async.server.chat.thoughts import ThoughtReader
 from megatron_async.server.fields.asked import Asked, AskedChoice, ChatStyle
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.serving.messages import Ended
 from megatron_async.text.token_text import TokenText
+from megatron_async.text.tokenizer import Tokenizer
 
 STOPPED = ("termination_id", "stop_token", "stop_word", "grammar")
 CUT = ("aborted", "weight_update", "moved", "stale")
@@ -20,16 +23,23 @@ _NAMES |= {"length": "length", "stale": "stale"}
 
 
 class ChoiceText:
-    """Makes the text of one choice as its tokens arrive."""
+    """Makes the text of one choice as its tokens arrive.
+
+    Attributes:
+        messages: counts the tokens of harmony's messages; None in other forms.
+    """
 
     def __init__(self, asked: Asked, choice: AskedChoice, served: ServedModel) -> None:
         style = asked.style
-        tokenizer = served.tokenizer
-        view = tokenizer
-        if style.keeps_special_tokens:
-            view = served.text_with_special  # type: ignore[assignment]
+        view: Tokenizer | SpecialTokensView | None = served.tokenizer
+        self.messages: MessageTokens | None = None
+        if style.chat.begun is not None:
+            view = told_apart = served.text_with_channels[style.keeps_special_tokens]
+            self.messages = MessageTokens(told_apart.marks, told_apart.dropped, style.chat.begun)
+        elif style.keeps_special_tokens:
+            view = served.text_with_special
         elif not style.chat.is_plain:
-            view = served.text_with_calls  # type: ignore[assignment]
+            view = served.text_with_calls
         self._params = choice.params
         self._eos_ids = served.card.eos_ids
         self._last: int | None = None
@@ -40,6 +50,8 @@ class ChoiceText:
     def push(self, tokens: Sequence[int], text: str | None) -> str:
         """Take tokens, and text if the replica makes it; return the text that is settled."""
         self._last = tokens[-1] if tokens else self._last
+        if self.messages is not None:
+            self.messages.take(tokens)
         if self._text is None:
             return text or ""
         return self._text.push(tokens)
@@ -66,6 +78,8 @@ class ChoiceText:
 def piece_reader(style: ChatStyle) -> CallReader | None:
     """Takes the text of a chat's answer apart; None where it is the content as it is."""
     plan = style.plan
+    if style.begun is not None:
+        return ChannelReader(style.begun, plan.offered if plan.format else {}, plan.only_calls)
     reader = None
     if plan.format is not None:
         reader = CallsReader(plan.format, plan.offered, plan.only_calls)

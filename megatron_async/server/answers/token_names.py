@@ -8,7 +8,8 @@ all of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any
 
 from megatron_async.text.byte_level import BytePieces, hidden_tokens
@@ -69,17 +70,28 @@ class TokenNames:
 
 class SpecialTokensView:
     """A tokenizer whose texts hold some of the special tokens, for `TokenText`: the texts `kept`,
-    or all of them if that is None."""
+    or all of them if that is None.
 
-    def __init__(self, tokenizer: Tokenizer, kept: Iterable[str] | None = None) -> None:
+    Attributes:
+        marks: id -> character of tokens that stand in texts as one that nothing else gives.
+        dropped: ids of the special tokens that texts leave out.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        kept: Iterable[str] | None = None,
+        marks: Mapping[int, str] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self.eod = tokenizer.eod
-        special = special_pieces(tokenizer)
+        self.marks = marks or {}
+        special = {i: text for i, text in special_pieces(tokenizer).items() if i not in self.marks}
         wanted = None if kept is None else {text.encode() for text in kept}
         self._kept = {i: text for i, text in special.items() if wanted is None or text in wanted}
-        self._dropped = special.keys() - self._kept.keys()
+        self.dropped = special.keys() - self._kept.keys()
         runs = tokenizer.byte_runs
-        hidden = frozenset(self._dropped)
+        hidden = frozenset(self.dropped)
         self.byte_runs = None if runs is None else runs._replace(hidden=hidden)
         pieces = tokenizer.byte_pieces
         self.byte_pieces: BytePieces | None = None
@@ -89,8 +101,13 @@ class SpecialTokensView:
 
     def detokenize(self, ids: Any) -> str:
         """Text of token ids, with the special tokens that are kept."""
-        kept = [token for token in ids if token not in self._dropped]
-        return self._tokenizer.detokenize(kept, skip_special_tokens=False)
+        kept = [token for token in ids if token not in self.dropped]
+        return "".join(
+            self._tokenizer.detokenize(list(run), skip_special_tokens=False)
+            if mark is None
+            else mark * len(list(run))
+            for mark, run in groupby(kept, self.marks.get)
+        )
 
 
 def special_pieces(tokenizer: Tokenizer) -> dict[int, bytes]:

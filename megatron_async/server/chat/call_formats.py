@@ -24,8 +24,10 @@ from megatron_async.server.chat.call_text import (
     json_call,
     json_value,
 )
-from megatron_async.server.chat.thoughts import Special, mark
+from megatron_async.server.chat.harmony import before_answer, call_rules
+from megatron_async.server.chat.thoughts import Special, mark, tool_rules
 from megatron_async.server.chat.xml_calls import XML_MARKS, read_xml, xml_rules, xml_written
+from megatron_async.text.harmony import MARKS
 
 type Tools = Mapping[str, Mapping[str, Any]]
 """Name of a tool -> JSON schema of its arguments."""
@@ -41,25 +43,28 @@ class CallFormat:
         name: for `--tool-parser`.
         aliases: what vLLM, SGLang and Megatron call it, with _ for -.
         marks: a call may begin with any of these.
-        read: reads a call, or several that belong together, from its mark on.
+        read: reads a call, or several that belong together, from its mark on; None: a reader of its
+            own reads the whole answer, with thoughts (`chat/harmony.py`).
         rules: Lark rules whose rule `calls` is one call of a tool or, with `many`, several.
         written: a call of a name and a JSON text, for models that are shown the form.
         templates: a chat template that has all texts of one of these writes this form.
         special: special tokens that are part of it: the answer's text keeps them.
         is_bare: a text that begins with a brace may be a call, too.
         id_length: letters and digits that an id must have for the template; None: any id will do.
+        before_answer: in Lark, what stands before the text of an answer that calls nothing.
     """
 
     name: str
     aliases: tuple[str, ...]
     marks: tuple[str, ...]
-    read: Callable[[CallText, Tools], ReadingCalls]
+    read: Callable[[CallText, Tools], ReadingCalls] | None
     rules: Callable[[Sequence[OfferedTool], bool, Special], str]
     written: Callable[[str, str], str]
     templates: tuple[tuple[str, ...], ...]
     special: tuple[str, ...]
     is_bare: bool = False
     id_length: int | None = None
+    before_answer: Callable[[Special], str] = lambda special: ""
 
     @cached_property
     def opening(self) -> re.Pattern[str]:
@@ -77,7 +82,11 @@ class CallFormat:
         A lexeme is as long as it can be. So the text ends before the letter that would make a mark
         of its end, and the first mark is this letter alone.
         """
-        rules, first = self.rules(tools, many, special), self.marks[0]
+        rules = self.rules(tools, many, special)
+        if not self.marks:
+            free = self.answer_rules("/(?s:.*)/\n", special)
+            return f"start: calls | wanted\n{rules}{free}"
+        first = self.marks[0]
         held = [f"~/(?s:.*({'|'.join(map(re.escape, self.marks))}).*)/"]
         start = "FREE | FREE calls"
         if self.is_bare:
@@ -87,22 +96,17 @@ class CallFormat:
             rules = rules.replace(mark(first, special), json.dumps(first[-1]), 1)
         return f"start: {start}\nFREE: /(?s:.*)/ & {' & '.join(held)}\n{rules}"
 
+    def answer_rules(self, text: str, special: Special) -> str:
+        """Lark rules whose rule `wanted` is an answer that calls nothing. `text`: what a rule says
+        for its text, and the line's end."""
+        return f"wanted: {self.before_answer(special)} answer\nanswer: {text}"
+
     def is_of(self, template: str) -> bool:
         """Whether a chat template writes calls so."""
         return any(all(text in template for text in texts) for texts in self.templates)
 
 
 # ---- Grammars ------------------------------------------------------------------------------------
-
-
-def tool_rules(tools: Sequence[OfferedTool], before: Callable[[str], str], after: str) -> str:
-    """Rules whose rule `call` is the arguments of one tool between two texts in Lark. Each schema
-    is a grammar of its own, so that references inside of it hold."""
-    rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
-    for i, tool in enumerate(tools):
-        arguments = f"%json {json.dumps(dict(tool.parameters))}"
-        rules.append(f"call_{i}: {before(tool.name)} {arguments} {after}")
-    return "\n".join(rules) + "\n"
 
 
 def _object_before(key: str, name: str) -> str:
@@ -343,6 +347,11 @@ FORMATS: dict[str, CallFormat] = {
             ((CALLS_BEGIN,),), _DEEPSEEK_MARKS,
         ),
         CallFormat(
+            "harmony", ("openai", "gpt_oss", "gptoss", "openai_gptoss"), (), None, call_rules,
+            " to=functions.{}<|channel|>commentary json<|message|>{}".format,
+            (("<|channel|>", "<|message|>"),), tuple(MARKS), before_answer=before_answer,
+        ),
+        CallFormat(
             "llama3_json", ("llama3", "llama4_json"),
             ("<|python_tag|>",), _read_llama, _llama_rules,
             '{{"name": "{}", "parameters": {}}}'.format,
@@ -352,8 +361,7 @@ FORMATS: dict[str, CallFormat] = {
 }  # fmt: skip
 """By name, in the order in which templates are looked at."""
 
-NOT_SERVED = {"harmony": ("openai", "gpt_oss", "gptoss")}
-"""Forms that have a place here and no reader yet: name -> other servers' names."""
+HARMONY = FORMATS["harmony"]
 
 
 def format_of_template(template: str, name: str | None = None) -> CallFormat:
@@ -362,7 +370,7 @@ def format_of_template(template: str, name: str | None = None) -> CallFormat:
     template says which.
 
     Raises:
-        ConfigurationError: there is no such form, or it is not served.
+        ConfigurationError: there is no such form.
     """
     rows = [row for row in FORMATS.values() if row.is_of(template)]
     if name is None:
@@ -374,25 +382,38 @@ def format_of_template(template: str, name: str | None = None) -> CallFormat:
         if wanted == row.name or wanted in row.aliases:
             return row
     known = ", ".join(FORMATS)
-    for form, names in NOT_SERVED.items():
-        if wanted == form or wanted in names:
-            raise ConfigurationError(
-                f"the tool parser {name!r} ({form}) is not served yet: use one of {known}."
-            )
     raise ConfigurationError(f"there is no tool parser {name!r}: use one of {known}.")
 
 
 NEMOTRON = ("nemotron_v3", "super_v3", "ultra_v3")
-REASONING = ("deepseek_r1", *NEMOTRON)
-"""Parsers of thoughts, which all read one form."""
+REASONING = ("deepseek_r1", *NEMOTRON, HARMONY.name, *HARMONY.aliases)
+"""Parsers of thoughts, which all read one form, but for harmony's."""
 
 
-def check_reasoning(name: str) -> None:
-    """Raise ConfigurationError if a name is of no parser of thoughts."""
-    if parser_name(name) not in REASONING:
+def check_parsers(tool: str | None, reasoning: str | None) -> bool:
+    """Whether harmony is named, by the name of the tool parser or of the parser of thoughts; None:
+    not named.
+
+    Raises:
+        ConfigurationError: there is no such parser, or one of both is harmony, and not the other.
+    """
+    names = []
+    if tool is not None:
+        names.append(format_of_template("", tool).name)
+    if reasoning is not None:
+        names.append(parser_name(reasoning))
+        if names[-1] not in REASONING:
+            raise ConfigurationError(
+                f"there is no reasoning parser {reasoning!r}: use one of {', '.join(REASONING)}."
+            )
+        if names[-1] in HARMONY.aliases:
+            names[-1] = HARMONY.name
+    if HARMONY.name in names and len(set(names)) > 1:
         raise ConfigurationError(
-            f"there is no reasoning parser {name!r}: use one of {', '.join(REASONING)}."
+            f"the tool parser {tool!r} and the reasoning parser {reasoning!r} exclude each other: "
+            "harmony reads calls and thoughts; name it alone."
         )
+    return HARMONY.name in names
 
 
 def parser_name(name: str) -> str:

@@ -73,6 +73,7 @@ class CallsReader(CallReader):
                     self._settled = 0
                     return found
                 source.place = start
+                assert self._form.read is not None, "other forms have readers of their own"
                 self._call = self._form.read(source, self._tools)
             try:
                 next(self._call)

@@ -10,16 +10,25 @@ from typing import Any
 
 import msgspec
 
-from megatron_async.errors import RequestError
-from megatron_async.server.chat.answer_pieces import CallBegin
+from megatron_async.errors import ConfigurationError, RequestError
+from megatron_async.server.chat.answer_pieces import CallBegin, CallReader
 from megatron_async.server.chat.call_formats import (
     FORMATS,
+    HARMONY,
     NEMOTRON,
     CallFormat,
+    check_parsers,
     format_of_template,
     parser_name,
 )
 from megatron_async.server.chat.calls_reader import CallsReader
+from megatron_async.server.chat.harmony import (
+    EFFORTS,
+    ChannelReader,
+    begun_header,
+    channel_messages,
+    grammar_behind_messages,
+)
 from megatron_async.server.chat.messages import (
     last_text,
     template_messages,
@@ -29,9 +38,10 @@ from megatron_async.server.chat.messages import (
 )
 from megatron_async.server.chat.template_renderer import TemplateRenderer
 from megatron_async.server.chat.thoughts import CLOSE, OPEN, grammar_behind_thought
-from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.fields.refusal import Refusal, not_allowed
 from megatron_async.server.fields.request_bodies import ChatRequest
 from megatron_async.serving.model_card import ModelCard
+from megatron_async.text.harmony import MARKS, marked, marks_of
 from megatron_async.text.structured_output import StructuredOutput
 from megatron_async.text.tokenizer import Tokenizer
 
@@ -92,14 +102,17 @@ class ChatFormat:
     """Chats of one model. Without a tokenizer chats are refused.
 
     Attributes:
-        thoughts: answers may hold `<think>` ... `</think>`, by the template or the vocabulary.
+        thoughts: answers may hold thoughts: `<think>` ... `</think>`, by the template or the
+            vocabulary; or harmony's.
         can_think: so, or the template can be told to think.
         tool_format: how calls are written.
         special: ids by text of the tool format's special tokens, those that the tokenizer has as
             such.
+        marks: of harmony: id -> character (`text/harmony.py`); empty: the chats are of another
+            form.
 
     Raises:
-        ConfigurationError: there is no such tool format.
+        ConfigurationError: there is no such parser, or the tokenizer has no tokens for it.
     """
 
     def __init__(
@@ -117,16 +130,39 @@ class ChatFormat:
         self._renderer = TemplateRenderer(tokenizer, template_bytes)
         self.thoughts = OPEN in self._template or CLOSE in self._template
         added = {} if tokenizer is None else tokenizer.backend.get_added_tokens_decoder()
+        self.tool_format = self._form(tokenizer, tool_parser, reasoning_parser)
+        self.marks: dict[int, str] = {}
+        if self.tool_format is HARMONY and tokenizer is not None:
+            self.marks, reasoning_parser = marks_of(tokenizer.backend), None
         self._reasoning = reasoning_parser and parser_name(reasoning_parser)
-        self.thoughts |= self._reasoning is not None
+        self.thoughts |= self._reasoning is not None or bool(self.marks)
         self.thoughts |= any(token.content == OPEN for token in added.values())
         self.can_think = self.thoughts or "thinking" in self._template
-        self.tool_format = format_of_template(self._template, tool_parser)
         self.special = {
             token.content: index
             for index, token in added.items()
             if token.special and token.content in self.tool_format.special
         }
+
+    def _form(
+        self, tokenizer: Tokenizer | None, tool_parser: str | None, reasoning_parser: str | None
+    ) -> CallFormat:
+        """The tool format that is named, or else the template's. Harmony, unless it is named, only
+        with its tokens; where no parser is named and the template has no known form, by them."""
+        is_named = check_parsers(tool_parser, reasoning_parser)
+        has_tokens = tokenizer is not None and bool(marks_of(tokenizer.backend))
+        if is_named and tokenizer is not None and not has_tokens:
+            absent = [name for name in MARKS if tokenizer.backend.token_to_id(name) is None]
+            raise ConfigurationError(
+                f"the parser {tool_parser or reasoning_parser!r} needs harmony's special tokens, "
+                f"and this model's tokenizer has no {absent[0]}: leave it out."
+            )
+        found = format_of_template(self._template, tool_parser)
+        is_known = any(row.is_of(self._template) for row in FORMATS.values())
+        by_itself = has_tokens and tool_parser is None and reasoning_parser is None
+        if is_named or (by_itself and (found is HARMONY or not is_known)):
+            return HARMONY
+        return FORMATS["hermes"] if found is HARMONY else found
 
     def prepare(self) -> None:
         """Start the process for templates, render a first chat, and tell the log if the template
@@ -178,7 +214,10 @@ class ChatFormat:
             return self.tool_format.is_of(self._template)
         if self.tool_format.is_bare:
             text = text[max(text.find("{"), 0) :]
-        reader = CallsReader(self.tool_format, {PROBE: {}})
+        reader: CallReader = ChannelReader("", {PROBE: {}})
+        if not self.marks:
+            reader = CallsReader(self.tool_format, {PROBE: {}})
+        text = marked(text) if self.marks else text
         return CallBegin(PROBE) in reader.push(text) + reader.end()
 
     def close(self) -> None:
@@ -188,6 +227,8 @@ class ChatFormat:
     def render(self, request: ChatRequest, tools: Sequence[dict[str, Any]] | None) -> str:
         """The chat as the model's text."""
         messages = template_messages(request.messages)
+        if self.marks:
+            messages = channel_messages(messages, bool(request.continue_final_message))
         if tools and not self._tells_tools():
             messages, tools = with_tools_told(messages, tools, self.tool_format), None
         if self.tool_format.id_length is not None:
@@ -208,6 +249,9 @@ class ChatFormat:
             "documents": request.documents,
             "add_generation_prompt": begins_answer,
         }
+        effort = variables.get("reasoning_effort", EFFORTS[0])
+        if self.marks and effort not in EFFORTS:
+            raise not_allowed("reasoning_effort", effort, '"low", "medium" or "high"')
         text = self._written(variables)
         if not request.continue_final_message:
             return text
@@ -242,6 +286,11 @@ class ChatFormat:
             return not end.endswith(CLOSE)
         return self.thoughts and prompt.rfind(OPEN) > prompt.rfind(CLOSE) and end.endswith(OPEN)
 
+    def begun(self, prompt: str) -> str | None:
+        """What a prompt has begun of the answer's first message (`begun_header`); None where the
+        chats are not of harmony."""
+        return begun_header(prompt) if self.marks else None
+
     def fills_content(self, request: ChatRequest) -> bool:
         """Whether a thought without content is given as content: Nemotron's rule, where the request
         turns thoughts off or asks for it (Megatron-Core's `NemotronV3ReasoningParser`)."""
@@ -249,10 +298,17 @@ class ChatFormat:
         asks = given.get("enable_thinking") is False or given.get("force_nonempty_content") is True
         return self._reasoning in NEMOTRON and asks
 
-    def behind_thought(self, wanted: StructuredOutput, in_thought: bool) -> StructuredOutput:
-        """A grammar that lets a thought come first and demands `wanted` of the text behind it."""
+    def behind_thought(
+        self, wanted: StructuredOutput, prompt: str, has_calls: bool
+    ) -> StructuredOutput:
+        """A grammar that lets a thought come first and demands `wanted` of the text behind it.
+        `has_calls`: what is wanted are calls, perhaps among others."""
         try:
-            grammar = grammar_behind_thought(wanted, in_thought)
+            if self.marks:
+                begun = begun_header(prompt)
+                grammar = grammar_behind_messages(wanted, begun, self.special, has_calls)
+            else:
+                grammar = grammar_behind_thought(wanted, self.starts_in_thought(prompt))
         except RequestError as error:
             raise Refusal(f"structured_outputs: {error}", param="structured_outputs") from error
         return StructuredOutput(grammar=grammar)

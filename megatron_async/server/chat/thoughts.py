@@ -5,11 +5,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import override
 
 from megatron_async.errors import RequestError
-from megatron_async.server.chat.answer_pieces import CallReader, Content, Piece, Thought
+from megatron_async.server.chat.answer_pieces import (
+    CallReader,
+    Content,
+    OfferedTool,
+    Piece,
+    Thought,
+)
 from megatron_async.text.structured_output import StructuredOutput
 
 type Special = Mapping[str, int]
@@ -110,6 +116,16 @@ def overlap(text: str, mark: str) -> int:
 def mark(text: str, special: Special) -> str:
     """A mark in Lark: llguidance's way to write a token by its id, or the text."""
     return f"<[{special[text]}]>" if text in special else json.dumps(text, ensure_ascii=False)
+
+
+def tool_rules(tools: Sequence[OfferedTool], before: Callable[[str], str], after: str) -> str:
+    """Rules whose rule `call` is the arguments of one tool between two texts in Lark. Each schema
+    is a grammar of its own, so that references inside of it hold."""
+    rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+    for i, tool in enumerate(tools):
+        arguments = f"%json {json.dumps(dict(tool.parameters))}"
+        rules.append(f"call_{i}: {before(tool.name)} {arguments} {after}")
+    return "\n".join(rules) + "\n"
 
 
 def in_lark(regex: str) -> str:

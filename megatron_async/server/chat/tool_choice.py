@@ -121,7 +121,7 @@ def _grammar(
             grammar = form.rules_behind_text(offered, many, chat.special)
         else:
             rules = form.rules(offered, many, chat.special)
-            other = "" if wanted is None else f"wanted: {rule_of(wanted)}"
+            other = "" if wanted is None else form.answer_rules(rule_of(wanted), chat.special)
             grammar = f"start: calls{' | wanted' * bool(other)}\n{rules}{other}"
         check_size("their grammar", len(grammar))
     except RequestError as error:

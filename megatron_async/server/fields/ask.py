@@ -130,15 +130,15 @@ def ask_chat(
     most = check_room(name, most, [ids_cut], served)
     if most is None and served.answer_tokens is not None:
         most = max(served.answer_tokens, request.min_tokens or 0)
-    in_thought = served.chat.starts_in_thought(text)
     if plan.grammar is not None:
         structured = StructuredOutput(grammar=plan.grammar)
     if structured is not None and served.chat.thoughts:
-        structured = served.chat.behind_thought(structured, in_thought)
+        structured = served.chat.behind_thought(structured, text, plan.grammar is not None)
     params = sampling_params(request, served, caller, most, structured)
     chat = ChatStyle(
         thoughts=served.chat.thoughts,
-        starts_in_thought=in_thought,
+        starts_in_thought=served.chat.starts_in_thought(text),
+        begun=served.chat.begun(text),
         gives_thoughts=request.include_reasoning is not False,
         fills_content=served.chat.fills_content(request),
         plan=plan,

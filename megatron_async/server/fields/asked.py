@@ -33,8 +33,9 @@ class ChatStyle(msgspec.Struct, frozen=True):
     """How the text of a chat's answer is split into parts.
 
     Attributes:
-        thoughts: the text may hold `<think>` ... `</think>`.
+        thoughts: the text may hold thoughts.
         starts_in_thought: the prompt has opened a thought.
+        begun: of harmony's first message, by the prompt (`begun_header`); None: of other forms.
         gives_thoughts: as `reasoning_content`; False: they are left out.
         plan: of the request's tools; of one function by its name finish_reason is "stop".
         fills_content: a thought without content is given as content, in an answer that is whole.
@@ -44,6 +45,7 @@ class ChatStyle(msgspec.Struct, frozen=True):
 
     thoughts: bool = False
     starts_in_thought: bool = False
+    begun: str | None = None
     gives_thoughts: bool = True
     fills_content: bool = False
     plan: ToolPlan = NO_TOOLS

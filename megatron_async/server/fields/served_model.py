@@ -79,7 +79,7 @@ class ServedModel:
         limits = limits or Limits()
         chat = ChatFormat(card, tokenizer, tool_parser, limits.template_bytes, reasoning_parser)
         if as_megatron and reasoning_parser is None:
-            chat.thoughts = False  # they are part of the content
+            chat.thoughts = bool(chat.marks)  # others are part of the content
         return cls(
             card,
             tuple(names) or (card.model,),
@@ -110,6 +110,15 @@ class ServedModel:
         if self.tokenizer is None:
             return None
         return SpecialTokensView(self.tokenizer, [*self.chat.special, OPEN, CLOSE])
+
+    @cached_property
+    def text_with_channels(self) -> tuple[SpecialTokensView, SpecialTokensView]:
+        """Tokenizers whose texts have the marks of harmony: without other special tokens, and with
+        them."""
+        assert self.tokenizer is not None, "its tokens were found"
+        marks = self.chat.marks
+        hidden, shown = (SpecialTokensView(self.tokenizer, kept, marks) for kept in ((), None))
+        return hidden, shown
 
     @cached_property
     def answer_tokens(self) -> int | None:

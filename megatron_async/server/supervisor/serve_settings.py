@@ -18,7 +18,7 @@ import psutil
 from megatron_async.communication.host import is_loopback
 from megatron_async.errors import ConfigurationError
 from megatron_async.server.api_config import ApiConfig, HttpSettings, TlsFiles, check_keys
-from megatron_async.server.chat.call_formats import check_reasoning, format_of_template
+from megatron_async.server.chat.call_formats import check_parsers
 from megatron_async.server.supervisor.keys import OPEN_VARIABLE
 from megatron_async.server.supervisor.listener import address_of, resolve
 from megatron_async.server.tracing import check_endpoint
@@ -111,10 +111,7 @@ class ServeSettings(HttpSettings, frozen=True, kw_only=True):
                     f"--served-model-name {name!r} must have 1 to 256 printable characters."
                 )
         check_endpoint(self.otlp_endpoint)
-        if self.tool_parser is not None:
-            format_of_template("", self.tool_parser)
-        if self.reasoning_parser is not None:
-            check_reasoning(self.reasoning_parser)
+        check_parsers(self.tool_parser, self.reasoning_parser)
         self._check_exposure()
         self._check_certificate()
         self._check_trainers()

@@ -77,7 +77,7 @@ def offered(*tools: dict[str, Any]) -> list[OfferedTool]:
     return [OfferedTool(one["name"], one.get("parameters", {"type": "object"})) for one in found]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FORCED)
 def test_forced_calls_are_what_the_reader_reads(name: str, tokenizer: Any) -> None:
     tools = offered(WEATHER, CLOCK)
     one, more = FORCED[name]
@@ -297,7 +297,7 @@ def test_tools_beside_a_format(tokenizer: Any, thinks: bool) -> None:
         assert not accepts(tokenizer, grammar(tools=[CLOCK], tool_choice="none", **body), call)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FORCED)
 def test_calls_of_strict_tools_behind_text(tokenizer: Any, name: str) -> None:
     schema = WEATHER["function"]["parameters"]
     form = FORMATS[name]
