@@ -316,7 +316,7 @@ def call_of(number: str, name: str = "f") -> dict[str, Any]:
 
 
 def test_thoughts_of_the_open_turn_are_kept() -> None:
-    """Those before the last final message are dropped; a message has one call, and its result."""
+    """Earlier ones are dropped; a message has one call, and its result."""
     old = {"role": "assistant", "content": "Yes.", "reasoning_content": "old"}
     calls = {
         "role": "assistant",
