@@ -6,7 +6,7 @@ names of `checkpoints/family_names.py` (`mtp.layers.0...`), its metadata say wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.family_names import FamilyNames
 from megatron_async.checkpoints.huggingface import DTYPES
 from megatron_async.checkpoints.mapping import Region, Shape, Shard
 from megatron_async.checkpoints.quantised import QuantisedFolder
@@ -128,9 +129,14 @@ class WithDraftLayer(NamedTensorSource):
         """The model's; its draft layer is small."""
         return self._base.kept_bytes
 
-    def stored_groups(self, weight: Weight) -> StoredGroups | None:
+    def stored_groups(self) -> Iterator[tuple[Weight, StoredGroups]]:
         """The model's."""
-        return self._base.stored_groups(weight)
+        return self._base.stored_groups()
+
+    @property
+    @override
+    def names(self) -> FamilyNames | None:
+        return self._base.names
 
     @override
     def check_stored(self, with_mtp: bool) -> None:

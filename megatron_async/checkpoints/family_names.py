@@ -11,7 +11,8 @@ layers have. Checked against the loaders of vLLM (`qwen3_next_mtp`,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class FamilyNames:
     """Prefix of its projections."""
     mamba: str = "mamba."
     """Prefix of a Mamba-2 mixer."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """What follows these two prefixes, where it is not Hugging Face's, by Hugging Face's."""
     delta: str = "linear_attn."
     """Prefix of a Gated DeltaNet mixer."""
     delta_in_proj: tuple[str, ...] = (
@@ -154,6 +157,43 @@ MEGATRON_UNGATED = replace(
 )
 QWEN3_NEXT = replace(QWEN3_5, delta_in_proj=("in_proj_qkvz.weight", "in_proj_ba.weight"))
 QWEN3_NEXT_MODULES = replace(QWEN3_5_MODULES, delta_in_proj=QWEN3_NEXT.delta_in_proj)
+
+GGUF = FamilyNames(
+    layer="blk.{}.",
+    embedding="token_embd.weight",
+    final_norm="output_norm.weight",
+    output="output.weight",
+    mixer_norm="attn_norm.weight",
+    ffn_norm="ffn_norm.weight",
+    attention="attn_",
+    mamba="ssm_",
+    renamed={
+        **{f"{part}_proj.{k}": f"{part}.{k}" for part in "qkv" for k in ("weight", "bias")},
+        "o_proj.weight": "output.weight",
+        "in_proj.weight": "in.weight",
+        "out_proj.weight": "out.weight",
+        "dt_bias": "dt.bias",
+        "A_log": "a",
+        "D": "d",
+    },
+    gate_up=("ffn_gate.weight", "ffn_up.weight"),
+    down="ffn_down.weight",
+    router="ffn_gate_inp.weight",
+    expert_bias="exp_probs_b.bias",
+    expert_gate_up=("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    expert_down="ffn_down_exps.weight",
+    shared_gate_up=("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
+    shared_down="ffn_down_shexp.weight",
+    shared_gate="ffn_gate_inp_shexp.weight",
+)
+"""Names in GGUF files, of all families but the next (gguf-py's `TENSOR_NAMES`)."""
+GGUF_NEMOTRON_H = replace(
+    GGUF,
+    ffn_norm=GGUF.mixer_norm,
+    gate_up=GGUF.gate_up[1:],
+    expert_gate_up=GGUF.expert_gate_up[1:],
+    shared_gate_up=GGUF.shared_gate_up[1:],
+)
 
 PUBLISHED = {
     "mixtral": MIXTRAL,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache, cached_property
 from math import prod
 from pathlib import Path
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.family_names import FamilyNames
+from megatron_async.checkpoints.gguf_families import GGUF_FAMILIES, GGUFFamily, window_of
 from megatron_async.checkpoints.gguf_metadata import SAMPLING_PREFIX, Metadata, generation_config
-from megatron_async.checkpoints.huggingface_config import family_of
-from megatron_async.checkpoints.mapping import Region, Shape, Shard, Weight, weights
+from megatron_async.checkpoints.mapping import Region, Shape, Shard, Weight
 from megatron_async.checkpoints.quantised import QuantisedFolder
 from megatron_async.checkpoints.source import NamedTensorSource
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
@@ -39,33 +40,15 @@ from megatron_async.ops.linear.cpu.group_form import (
 from megatron_async.ops.linear.gguf_blocks import BLOCKS, PLAIN, dequantise, groups_of, unpermute
 from megatron_async.text.tokenizer import Tokenizer
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Values of `general.architecture` that are read; llama.cpp calls Mistral "llama", too."""
-
-NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-"""GGUF tensor name -> Hugging Face name, both without layer and suffix."""
-
 ROPE_FACTORS = "rope_freqs.weight"
 """Llama-3 rope scaling, as one divisor a frequency; the numbers behind it are not stored."""
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192
 """The values of all Llama 3.x models; checked against `ROPE_FACTORS`."""
 
 
+EXPERT_ROWS = 16
+"""Rows of an expert's matrix are a multiple of this where its blocks are kept: of the outputs that
+a product takes at a time."""
 PIECE_VALUES = 1 << 24
 """Weights that are dequantised at once: 64 MiB of float32."""
 
@@ -89,53 +72,63 @@ class GGUFSource(NamedTensorSource):
                 f"{self.file}: its bytes are in the other order than this machine's; convert it "
                 "with gguf-py's gguf_convert_endian.py"
             )
-        kind = meta.get("general.architecture")
-        if kind not in ARCHITECTURES:
-            raise CheckpointError(
-                f"{self.file}: general.architecture = {kind!r} is not supported; supported: "
-                f"{', '.join(ARCHITECTURES)}"
-            )
-        if meta.get(f"{kind}.expert_count", 0):
-            raise CheckpointError(f"{self.file}: mixture-of-experts GGUF files are not supported")
-        hidden = meta.size(f"{kind}.embedding_length")
-        heads = meta.size(f"{kind}.attention.head_count")
-        head_dim = meta.size(f"{kind}.attention.key_length", hidden // heads)
-        for name in ("attention.value_length", "rope.dimension_count"):
-            if meta.size(f"{kind}.{name}", head_dim) != head_dim:
-                raise meta.error(
-                    f"{kind}.{name}", f"is not supported (only the head size, {head_dim})"
-                )
-        base = meta.number(f"{kind}.rope.freq_base", 10000.0)
-        window = meta.get(f"{kind}.attention.sliding_window", 0)
-        window = meta.size(f"{kind}.attention.sliding_window") if window != 0 else None
-        family = family_of("mistral" if kind == "llama" and window else kind)
+        family, hidden = self._family, meta.size("embedding_length")
+        layers, heads = meta.size("block_count"), meta.size("attention.head_count")
+        head_dim = meta.size("attention.key_length", max(hidden // heads, 1))
+        kv_heads = meta.per_layer("attention.head_count_kv", layers, heads)
+        ffn = meta.per_layer("feed_forward_length", layers)
+        base = meta.number("rope.freq_base", 10000.0)
+        epsilon = meta.number("attention.layer_norm_rms_epsilon")
         if "token_embd.weight" not in self._tensors:
             raise CheckpointError(f"{self.file}: tensor 'token_embd.weight' is missing")
-        epsilon = meta.number(f"{kind}.attention.layer_norm_rms_epsilon")
         vocabulary = _shape(self._tensors["token_embd.weight"])[0]
-        scaling = self._rope_scaling(meta.linear_scaling(kind), head_dim, base)
-        found = ModelArchitecture(
-            model_type=family.model_type,
-            num_layers=meta.size(f"{kind}.block_count"),
-            hidden_size=hidden,
-            num_attention_heads=heads,
-            num_query_groups=meta.size(f"{kind}.attention.head_count_kv", heads),
-            kv_channels=head_dim,
-            ffn_hidden_size=meta.size(f"{kind}.feed_forward_length"),
-            vocab_size=vocabulary,
-            layernorm_epsilon=epsilon,
-            rotary_base=base,
-            rope_scaling=scaling,
-            add_qkv_bias=family.add_qkv_bias,
-            qk_layernorm=family.qk_layernorm,
-            tie_word_embeddings="output.weight" not in self._tensors,
-            max_position_embeddings=meta.size(f"{kind}.context_length"),
-            sliding_window=window,
-            eos_token_ids=self._eos_ids,
-            bos_token_id=meta.token_id("tokenizer.ggml.bos_token_id"),
-        )
-        meta.finish(kind, vocabulary, head_dim, epsilon)
-        return found
+        own = family.read(meta, kv_heads, ffn)
+        uses_rope = own.get("position_embedding_type", "rope") == "rope"
+        for name in ("attention.value_length", "rope.dimension_count"):
+            is_read = uses_rope or name == "attention.value_length"
+            if meta.size(name, head_dim) != head_dim and is_read:
+                raise meta.error(name, f"is not supported (only the head size, {head_dim})")
+        for name, sizes in (("attention.head_count_kv", kv_heads), ("feed_forward_length", ffn)):
+            if len(set(sizes) - {0}) > 1 or (0 in sizes and "pattern" not in own):
+                raise meta.error(name, "is not supported (only one size, for all layers)")
+        linear = meta.linear_scaling()
+        found = {
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_query_groups": max(kv_heads) or heads,
+            "kv_channels": head_dim,
+            "ffn_hidden_size": max(ffn),
+            "vocab_size": vocabulary,
+            "layernorm_epsilon": epsilon,
+            "rotary_base": base,
+            "rope_scaling": self._rope_scaling(linear, head_dim, base) if uses_rope else None,
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "max_position_embeddings": meta.size("context_length"),
+            "sliding_window": window_of(meta),
+            "eos_token_ids": self._eos_ids,
+            "bos_token_id": meta.token_id("tokenizer.ggml.bos_token_id"),
+        }
+        meta.finish(vocabulary, head_dim, epsilon)
+        try:
+            return ModelArchitecture(**found | own)
+        except ValueError as error:
+            raise CheckpointError(f"{self.file}: {error}") from error
+
+    @cached_property
+    def _family(self) -> GGUFFamily:
+        kind = self._metadata.get("general.architecture")
+        if kind not in GGUF_FAMILIES:
+            raise CheckpointError(
+                f"{self.file}: general.architecture = {kind!r:.200} is not supported; supported: "
+                f"{', '.join(GGUF_FAMILIES)}"
+            )
+        return GGUF_FAMILIES[kind]
+
+    @property
+    @override
+    def names(self) -> FamilyNames:
+        return self._family.names
 
     @cached_property
     @override
@@ -166,27 +159,46 @@ class GGUFSource(NamedTensorSource):
     @cached_property
     @override
     def tensor_shapes(self) -> Mapping[str, Shape]:
-        return {name: _shape(tensor) for name, tensor in self._by_huggingface_name.items()}
+        _ = self._family
+        return {
+            name: _shape_of_ours(name, _shape(tensor))
+            for name, tensor in self._tensors.items()
+            if name != ROPE_FACTORS
+        }
 
     @override
     def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
-        rows, *columns = region
+        stored, shape = self._tensors[name], self.tensor_shapes[name]
+        if len(region) == 1 or shape != _shape(stored):  # small
+            whole = self._values(stored, (), device).view(shape)
+            return (self._log_of_decay(whole, name) if _stem(name) == "ssm_a" else whole)[region]
         # Quantised blocks lie along a row, so whole rows are dequantised.
-        tensor = self._values(self._by_huggingface_name[name], rows, device)
+        *rows, columns = region
+        tensor = self._values(stored, tuple(rows), device)
         heads = self._permuted_heads(name)
         if heads is not None:
-            dim = self.tensor_shapes[name][0] // heads
-            tensor = unpermute(tensor, len(tensor) // dim)
-        return tensor[(slice(None), *columns)]
+            tensor = unpermute(tensor, len(tensor) // (shape[0] // heads))
+        return tensor[..., columns]
+
+    def _log_of_decay(self, decay: Tensor, name: str) -> Tensor:
+        """`A_log`, of which llama.cpp's converter stores -exp."""
+        if not bool(((decay < 0) & decay.isfinite()).all()):  # sync-ok: when a model is loaded
+            raise CheckpointError(
+                f"{self.file}: tensor {name!r} has numbers that are not negative, which no decay "
+                "is; fetch the file again"
+            )
+        return decay.neg().log()
 
     def fill(self, place: Tensor, name: str, region: Region) -> None:
-        """Fill a parameter in pieces where its rows lie as in the file: a large embedding never
-        exists in float32."""
-        if place.dim() < 3 or place.size(0) > 1 or self._permuted_heads(name) is not None:
+        """Fill a parameter in pieces where its rows lie as in the file: a large embedding, or all
+        experts, never exist in float32."""
+        target = place[0] if place.dim() > len(region) and place.size(0) == 1 else place
+        first, count = region[0].start, region[0].stop - region[0].start
+        is_alike = target.dim() == len(region) > 1 and len(target) == count
+        if not is_alike or self._permuted_heads(name) is not None:
             super().fill(place, name, region)
             return
-        target, first = place[0], region[0].start
-        step = max(PIECE_VALUES // self.tensor_shapes[name][1], 1)
+        step = max(PIECE_VALUES // prod(target.shape[1:]), 1)
         for start in range(0, len(target), step):
             stop = min(start + step, len(target))
             rows = slice(first + start, first + stop)
@@ -209,43 +221,57 @@ class GGUFSource(NamedTensorSource):
     @cached_property
     @override
     def kept_bytes(self) -> int | None:
-        total, some = 0, False
-        for weight in weights(self.architecture):
-            found = self.stored_groups(weight)
-            some |= found is not None
-            total += 4 * prod(weight.shape) if found is None else found.nbytes
-        return total if some else None
+        kept = {weight.name: stored.nbytes for weight, stored in self.stored_groups()}
+        others = [w for w in self.checked_weights if w.name not in kept]
+        return sum(kept.values()) + sum(4 * prod(w.shape) for w in others) if kept else None
 
     @override
-    def stored_groups(self, weight: Weight) -> StoredGroups | None:
-        _ = self.checked_weights  # tensors of other shapes do not stand side by side
-        names = self._by_huggingface_name
-        tensors = [names[name] for name in weight.parts if name in names]
-        kept = [each for each in tensors if each.tensor_type in BLOCKS]
-        if len(kept) < len(weight.parts) or not weight.is_of_whole_rows:
-            return None
+    def stored_groups(self) -> Iterator[tuple[Weight, StoredGroups]]:
+        """All matrices in blocks but those of experts whose other matrix is not: both are
+        multiplied at once."""
+        found = {weight.name: weight for weight in self.checked_weights if self._is_kept(weight)}
+        for name, weight in found.items():
+            other = name.replace("fc1", "fc3").replace("fc2", "fc1").replace("fc3", "fc2")
+            if not weight.experts or other in found:
+                yield weight, self._stored_groups(weight)
+
+    def _is_kept(self, weight: Weight) -> bool:
+        tensors = [self._tensors[name] for name in weight.parts]
+        has_blocks = all(stored.tensor_type in BLOCKS for stored in tensors)
+        # An expert begins where a block of outputs does.
+        is_even = not weight.experts or weight.whole_shape[1] % EXPERT_ROWS == 0
+        return has_blocks and is_even and weight.is_of_whole_rows
+
+    def _stored_groups(self, weight: Weight) -> StoredGroups:
+        tensors = [self._tensors[name] for name in weight.parts]
         form = GroupForm.of_all([BLOCKS[each.tensor_type].form for each in tensors])
-        outputs, k = weight.whole_shape
+        if weight.scale != 1:
+            form = form._replace(is_half=False)
+        *rows, k = weight.whole_shape
 
         @cache
         def places() -> Tensor:
             return self._row_order(weight)
 
         def read(first: int, last: int) -> Groups:
-            return _rows_of(tensors, places()[first:last], form)
+            found = _rows_of(tensors, places()[first:last], form)
+            if weight.scale == 1:
+                return found
+            return Groups(found.integers, *(weight.scale * each for each in found[1:]))
 
-        return StoredGroups(outputs, k, form, read)
+        return StoredGroups(prod(rows), k, form, read)
 
     def _row_order(self, weight: Weight) -> Tensor:
         """Where each row of a weight lies in its tensors, one behind the other: int64."""
-        order, first = torch.empty(weight.whole_shape[0], 1, dtype=torch.int64), 0
-        for name, place in weight.places(order).items():
-            rows = torch.arange(place.numel())[:, None]
-            heads = self._permuted_heads(name)
-            if heads is not None:
-                rows = unpermute(rows, heads)
-            place.copy_((rows + first).view(place.shape))
+        order = torch.empty(*weight.whole_shape[:-1], 1, dtype=torch.int64)
+        numbers, first = {}, 0
+        for name, (*sizes, _k) in weight.parts.items():
+            rows = torch.arange(first, first + prod(sizes))[:, None]
             first += len(rows)
+            heads = self._permuted_heads(name)
+            numbers[name] = (rows if heads is None else unpermute(rows, heads)).view(*sizes, 1)
+        for name, (*region, _columns), place in weight.pieces(order):
+            place.copy_(numbers[name][tuple(region)].view(place.shape))
         return order.flatten()
 
     @override
@@ -255,7 +281,7 @@ class GGUFSource(NamedTensorSource):
         super().load_into(tensors, shard, progress)
         self._reader.forget_pages()
 
-    def _values(self, stored: Any, rows: slice, device: torch.device) -> Tensor:
+    def _values(self, stored: Any, rows: tuple[slice, ...], device: torch.device) -> Tensor:
         try:
             return dequantise(stored.data[rows], stored.tensor_type, device)
         except NotImplementedError as error:
@@ -266,16 +292,12 @@ class GGUFSource(NamedTensorSource):
             ) from error
 
     def _permuted_heads(self, name: str) -> int | None:
-        """Heads whose rows llama.cpp has reordered in this tensor; None if it has not.
-
-        It rotates neighbours (2j, 2j + 1), we rotate (j, j + dim / 2): for these architectures
-        alone it reorders the rows of each head when it writes the file.
-        """
-        a = self.architecture
-        if a.model_type not in ("llama", "mistral"):
+        """Heads whose rows llama.cpp has reordered in this tensor; None if it has not."""
+        if not self._family.is_permuted:
             return None
-        heads = {"q_proj": a.num_attention_heads, "k_proj": a.num_query_groups}
-        return heads.get(name.split(".")[-2]) if name.endswith(".weight") else None
+        a = self.architecture
+        heads = {"attn_q.weight": a.num_attention_heads, "attn_k.weight": a.num_query_groups}
+        return heads.get(_stem(name))
 
     @cached_property
     def _reader(self) -> Any:
@@ -298,15 +320,6 @@ class GGUFSource(NamedTensorSource):
     @cached_property
     def _tensors(self) -> dict[str, Any]:
         return {tensor.name: tensor for tensor in self._reader.tensors}
-
-    @cached_property
-    def _by_huggingface_name(self) -> dict[str, Any]:
-        named = {name: _huggingface_name(name) for name in self._tensors if name != ROPE_FACTORS}
-        found = {theirs: self._tensors[name] for name, theirs in named.items()}
-        if len(found) < len(named):
-            twice = next(name for name, theirs in named.items() if found[theirs].name != name)
-            raise CheckpointError(f"{self.file}: tensor {twice!r} is there under two names")
-        return found
 
     @property
     def _eos_ids(self) -> tuple[int, ...]:
@@ -385,10 +398,11 @@ def _rows_of(tensors: list[Any], order: Tensor, form: GroupForm) -> Groups:
     """Rows of several tensors, by their place in these one behind the other."""
     found, places, first = [], [], 0
     for stored in tensors:
-        rows = len(stored.data)
+        data = stored.data.reshape(-1, stored.data.shape[-1])
+        rows = len(data)
         where = ((order >= first) & (order < first + rows)).nonzero().flatten()  # sync-ok: CPU
         if len(where):
-            raw = torch.from_numpy(stored.data)[order[where] - first]
+            raw = torch.from_numpy(data)[order[where] - first]
             found.append(widened(groups_of(raw, stored.tensor_type), form))
             places.append(where)
         first += rows
@@ -410,14 +424,25 @@ def _strings(data: np.ndarray, start: int, count: int) -> tuple[list[np.ndarray]
     return found, place
 
 
-def _huggingface_name(name: str) -> str:
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in NAMES:
-        return name  # reported as superfluous, under the name that the file uses
-    layer = "" if match[1] is None else f"model.layers.{match[1]}."
-    return f"{layer}{NAMES[match[2]]}.{match[3]}"
+def _stem(name: str) -> str:
+    """A tensor's name without its layer."""
+    return re.sub(r"^blk\.\d+\.", "", name)
 
 
 def _shape(tensor: Any) -> Shape:
     """GGUF lists the fastest dimension first."""
     return tuple(int(size) for size in reversed(tensor.shape))
+
+
+def _shape_of_ours(name: str, shape: Shape) -> Shape:
+    """The shape of what we call the same, of small tensors; others stay as they are."""
+    match _stem(name), shape:
+        case "ssm_a" | "ssm_d", (heads, 1):
+            return (heads,)
+        case "ssm_norm.weight", (groups, size):
+            return (groups * size,)
+        case "ssm_conv1d.weight", (channels, taps):
+            return (channels, 1, taps)
+        case "ffn_gate_inp_shexp.weight", (hidden,):
+            return (1, hidden)
+    return shape

@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.files import check_number, check_size
-from megatron_async.checkpoints.settings import tell_unknown
+from megatron_async.checkpoints.settings import is_one_of, tell_unknown
 from megatron_async.models.architecture import LINEAR, RopeScaling
 
 logger = logging.getLogger("megatron_async")
@@ -84,6 +84,8 @@ GENERAL = re.compile(
 )
 """Keys about the file, not about the computation; or that other readers account for (sampling, the
 tokenizer)."""
+WITHOUT_PREFIX = ("general.", "split.", "tokenizer.")
+"""Beginnings of keys that are no architecture's."""
 REFUSED = {
     "adapter.": "it is an adapter, and adapters are not applied: merge it into its model",
     "clip.": "it is the vision or audio part of a model: give the file of the language model",
@@ -96,15 +98,22 @@ REFUSED = {
 
 class Metadata:
     """What a GGUF file (`where`) says of its model, by the fields of `gguf.GGUFReader`. What is
-    missing, malformed or not served is a `CheckpointError` that names file and key."""
+    missing, malformed or not served is a `CheckpointError` that names file and key. Keys are given
+    without the architecture's prefix.
+
+    Attributes:
+        kind: the architecture.
+    """
 
     def __init__(self, fields: Mapping[str, Any], where: str) -> None:
         self.fields = fields
         self.where = where
         self._taken: set[str] = set()
+        self.kind: str = str(self.get("general.architecture", ""))
 
     def get(self, key: str, *default: Any) -> Any:
         """A value; the default, if one is given, where it is missing."""
+        key = self._whole(key)
         self._taken.add(key)
         field = self.fields.get(key)
         if field is not None:
@@ -115,11 +124,36 @@ class Metadata:
 
     def size(self, key: str, *default: int) -> int:
         """A positive integer."""
-        return check_size(self.get(key, *default), key, self.where)
+        return check_size(self.get(key, *default), self._whole(key), self.where)
 
     def number(self, key: str, *default: float) -> float:
         """A positive finite number, `as_written`."""
-        return as_written(check_number(self.get(key, *default), key, self.where))
+        return as_written(check_number(self.get(key, *default), self._whole(key), self.where))
+
+    def only(self, key: str, *supported: Any) -> Any:
+        """A value that is one of these; the first of them where it is missing."""
+        value = self.get(key, supported[0])
+        if not is_one_of(value, supported):
+            raise self.error(key, f"is not supported (only {_listed(supported)})")
+        return value
+
+    def per_layer(self, key: str, layers: int, *default: int) -> tuple[int, ...]:
+        """A number for each layer, 0 or a size: a list, or a size for all."""
+        value = self.get(key, *default)
+        if not isinstance(value, list):
+            return (self.size(key, *default),) * layers
+        if len(value) != layers:
+            raise CheckpointError(
+                f"{self.where}: {self._whole(key)} has {len(value)} numbers, but block_count is "
+                f"{layers}; fetch the file again"
+            )
+        return tuple(
+            each if type(each) is int and each == 0 else check_size(each, key, self.where)
+            for each in value
+        )
+
+    def _whole(self, key: str) -> str:
+        return key if key.startswith(WITHOUT_PREFIX) else f"{self.kind}.{key}"
 
     def token_id(self, key: str) -> int | None:
         """A token's id; None where it is missing."""
@@ -130,7 +164,8 @@ class Metadata:
 
     def error(self, key: str, problem: str) -> CheckpointError:
         """An error that names the file, a key and its value."""
-        return CheckpointError(f"{self.where}: {key} = {self.get(key, None)!r} {problem}")
+        value = self.get(key, None)
+        return CheckpointError(f"{self.where}: {self._whole(key)} = {value!r:.200} {problem}")
 
     def check_file(self) -> None:
         """Check that the file is a whole model."""
@@ -149,53 +184,54 @@ class Metadata:
         if self.get("general.quantization_version", 2) != 2:
             raise self.error("general.quantization_version", "is not supported (only 2)")
 
-    def linear_scaling(self, kind: str) -> RopeScaling | None:
+    def linear_scaling(self) -> RopeScaling | None:
         """Scaling of rope by one factor for all frequencies, which is what a factor without a type
         means; None where there is none."""
-        key = f"{kind}.rope.scaling.type"
+        key = "rope.scaling.type"
         scaling = self.get(key, LINEAR)
         if scaling not in ("none", LINEAR):
             raise self.error(key, f"is not supported (only 'none' and {LINEAR!r})")
-        names = [f"{kind}.rope.scaling.factor", f"{kind}.rope.scale_linear"]  # the old name
-        self._taken.update(names)
-        name = next((name for name in names if name in self.fields), None)
+        names = ["rope.scaling.factor", "rope.scale_linear"]  # the old name
+        self._taken.update(map(self._whole, names))
+        name = next((name for name in names if self._whole(name) in self.fields), None)
         if name is None or self.get(name) == 0:
             return None
         factor = self.number(name)
         if scaling == "none" and factor != 1:
             logger.warning(
-                "%s: %s = %s is not used, as %s = 'none'.", self.where, name, factor, key
-            )
+                "%s: %s = %s is not used, as %s = 'none'.",
+                self.where, self._whole(name), factor, self._whole(key),
+            )  # fmt: skip
         return None if scaling == "none" or factor == 1 else RopeScaling(factor, kind=LINEAR)
 
-    def finish(self, kind: str, vocabulary: int, head_dim: int, epsilon: float) -> None:
+    def finish(self, vocabulary: int, head_dim: int, epsilon: float) -> None:
         """Account for the keys that no reader has asked for: those that change the computation are
         refused."""
         same = {
             "vocab_size": vocabulary,
-            "embedding_length_out": self.get(f"{kind}.embedding_length"),
+            "embedding_length_out": self.get("embedding_length"),
             "attention.layer_norm_epsilon": epsilon,
             "attention.scale": 1 / math.sqrt(head_dim),
         }
         unknown = []
         for key in self.fields.keys() - self._taken:
-            name = key.removeprefix(f"{kind}.")
+            name = key.removeprefix(f"{self.kind}.")
             if GENERAL.fullmatch(key) or (name != key and name in HARMLESS):
                 continue
-            value = self.get(key)
+            value = self.fields[key].contents()
             if name != key and name in same:
                 is_off = name == "attention.scale" and value == 0
                 if not is_off and not _is_close(value, same[name]):
-                    raise self.error(key, f"is not supported (only {same[name]:g})")
+                    raise self.error(name, f"is not supported (only {same[name]:g})")
             elif name != key and name in ONLY:
                 if value not in ONLY[name]:
-                    raise self.error(key, f"is not supported (only {_listed(ONLY[name])})")
+                    raise self.error(name, f"is not supported (only {_listed(ONLY[name])})")
             elif name != key and MATTERS.search(name):
-                raise self.error(key, "is not known, and may change the computation")
+                raise self.error(name, "is not known, and may change the computation")
             else:
                 unknown.append(key)
         if unknown:
-            tell_unknown(self.where, kind, tuple(sorted(unknown)))
+            tell_unknown(self.where, self.kind, tuple(sorted(unknown)))
 
 
 def as_written(value: float) -> float:

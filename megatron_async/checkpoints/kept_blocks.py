@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.mapping import weights
 from megatron_async.checkpoints.quantised_model import FILE
 from megatron_async.checkpoints.source import ModelSource
 from megatron_async.errors import ConfigurationError
@@ -77,11 +76,9 @@ def keep_blocks(source: ModelSource, model: nn.Module, is_fine: bool) -> None:
     from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
 
     modules = dict(model.named_modules())
-    for weight in weights(source.architecture):
-        module, stored = modules.get(weight.name.removesuffix(".weight")), None
-        if module is not None and may_be_kept(model, module):
-            stored = source.stored_groups(weight)
-        if module is None or stored is None:
+    for weight, stored in source.stored_groups():
+        module = modules.get(weight.name.removesuffix(".weight"))
+        if module is None or not may_be_kept(model, module):
             continue
         try:
             keep_weight(model, module, GroupedWeight(stored, is_fine))

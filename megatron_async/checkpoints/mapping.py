@@ -3,7 +3,7 @@
 | format | names |
 | --- | --- |
 | model | parameters of our `HybridModel`: layer i is character i of the pattern |
-| Hugging Face | the family's (`checkpoints/family_names.py`), also its layers; so GGUF's |
+| Hugging Face, GGUF | the family's (`checkpoints/family_names.py`), also its layers |
 | Megatron checkpoint | as the model, but a norm bears the name of the linear layer after it |
 | Megatron checkpoint of a `GPTModel` | the family's layers, or all stacked in one tensor |
 """
@@ -58,6 +58,10 @@ class Layer:
             return self.weight(name, joint, 0, strips={"gate": ffn, "up": ffn})
         return self.weight(name, dict.fromkeys(parts, (ffn, self.a.hidden_size)), 0)
 
+    def part(self, prefix: str, name: str) -> str:
+        """The tensor of an attention or Mamba-2 mixer that Hugging Face calls `name`."""
+        return prefix + self.names.renamed.get(name, name)
+
     def into_residual(self, weight: Weight) -> Weight:
         """The last matrix of a layer, whose product goes into the residual stream."""
         return replace(weight, scale=self.a.residual_multiplier)
@@ -74,10 +78,10 @@ def _attention(layer: Layer) -> Iterator[Weight]:
         stored=linear + "qkv.layer_norm_weight",
     )
     yield layer.into_residual(
-        layer.weight(linear + "proj.weight", {theirs + "o_proj.weight": (hidden, q)}, 1)
+        layer.weight(linear + "proj.weight", {layer.part(theirs, "o_proj.weight"): (hidden, q)}, 1)
     )
     for name, rest in (("weight", (hidden,)), *([("bias", ())] if a.add_qkv_bias else [])):
-        parts = {f"{theirs}{part}_proj.{name}": (n, *rest) for part, n in rows.items()}
+        parts = {layer.part(theirs, f"{p}_proj.{name}"): (n, *rest) for p, n in rows.items()}
         weight = layer.weight(f"{linear}qkv.{name}", parts, 0, a.num_query_groups)
         yield _with_gates(weight, a) if a.attention_output_gate else weight
     if a.qk_layernorm:
@@ -149,15 +153,18 @@ def _experts(layer: Layer, name: str, parts: tuple[str, ...], dim: int) -> Weigh
     ffn, gated = a.moe_ffn_hidden_size, a.activation == "silu"
     shape = (ffn, a.hidden_size) if dim == 0 else (a.hidden_size, ffn)
     strips: dict[str, int] = {}
+    order: tuple[Rows, ...] = ()
     named: dict[str, Shape]
     if "{e}" in parts[0]:
         every = range(a.num_moe_experts)
         named = {part.format(e=expert): shape for expert in every for part in parts}
     else:
-        is_joint = gated and dim == 0
-        named = {parts[0]: (a.num_moe_experts, (1 + is_joint) * shape[0], shape[1])}
+        rows = (1 + (gated and dim == 0)) * shape[0] // len(parts)
+        named = dict.fromkeys(parts, (a.num_moe_experts, rows, shape[1]))
         if dim == 0:
             strips = {"gate": ffn, "up": ffn} if gated else {"up": ffn}
+        if len(parts) > 1:
+            order = tuple(Rows(part, 0, rows) for part in range(len(parts)))
     weight = layer.weight(
         f"mlp.experts.linear_{name}.weight",
         named,
@@ -165,7 +172,7 @@ def _experts(layer: Layer, name: str, parts: tuple[str, ...], dim: int) -> Weigh
         stored=f"mlp.experts.experts.linear_{name}.weight",
         strips=strips,
     )
-    return replace(weight, experts=a.num_moe_experts)
+    return replace(weight, experts=a.num_moe_experts, order=order)
 
 
 def _recurrent(
@@ -179,10 +186,10 @@ def _recurrent(
     before = {layer.names.mixer_norm: (hidden,)}
     yield layer.weight(f"{norm}.weight", before, stored=ours + "in_proj.layer_norm_weight")
     for name in ("dt_bias", *float32):
-        weight = layer.weight(ours + name, {theirs + name: (heads,)}, 0)
+        weight = layer.weight(ours + name, {layer.part(theirs, name): (heads,)}, 0)
         yield replace(weight, is_float32=name in float32)
     yield from inside
-    last = {theirs + "out_proj.weight": (hidden, sizes.channels)}
+    last = {layer.part(theirs, "out_proj.weight"): (hidden, sizes.channels)}
     yield layer.into_residual(layer.weight(ours + "out_proj.weight", last, 1))
 
 
@@ -192,7 +199,7 @@ def _mamba(layer: Layer) -> Iterator[Weight]:
     def striped(name: str, part: str, rows: dict[str, int], *rest: int) -> Weight:
         """Split strip by strip; the B and C of a single group are on every rank."""
         shape = (sum(rows.values()), *rest)
-        weight = layer.weight(name, {theirs + part: shape}, 0, stored=f"mixer.{part}")
+        weight = layer.weight(name, {layer.part(theirs, part): shape}, 0, stored=f"mixer.{part}")
         strips = tuple(
             Strip(strip, n, strip not in "BC" or sizes.groups > 1) for strip, n in rows.items()
         )
@@ -263,6 +270,7 @@ def weights(
     shard: Shard | None = None,
     stacked_experts: bool = False,
     stacked_mtp: bool = False,
+    names: FamilyNames | None = None,
 ) -> Iterator[Weight]:
     """Every parameter of a rank's `HybridModel`, in the order of the model; those of multi-token
     prediction where the rank holds them.
@@ -275,24 +283,26 @@ def weights(
         shard: what this rank holds; None: all.
         stacked_experts, stacked_mtp: Hugging Face's names (of MTP) are those of transformers'
             modules, where a tensor holds all experts, not those of published files.
+        names: of tensors, where they are not Hugging Face's, but for those of MTP.
     """
     shard = shard or Shard()
-    for weight in _whole_weights(architecture, stacked_experts):
+    names = names or names_of(
+        architecture.model_type, stacked_experts, architecture.activation == "silu"
+    )
+    for weight in _whole_weights(architecture, names):
         name = shard.local_name(weight.name)
         if name is not None:
             yield replace(weight, name=name, shard=shard)
     stage = shard.stage
     if stage is not None and stage.is_last and architecture.tie_word_embeddings:
-        embedding = next(_whole_weights(architecture, stacked_experts))
+        embedding = next(_whole_weights(architecture, names))
         yield replace(embedding, name=OUTPUT, shard=shard)
     if shard.with_mtp:
         for weight in mtp_weights(architecture, stacked_mtp):
             yield replace(weight, shard=shard)
 
 
-def _whole_weights(a: ModelArchitecture, stacked: bool) -> Iterator[Weight]:
-    names = names_of(a.model_type, stacked, a.activation == "silu")
-
+def _whole_weights(a: ModelArchitecture, names: FamilyNames) -> Iterator[Weight]:
     def plain(name: str, huggingface: str, shape: Shape, dim: int | None) -> Weight:
         return Weight(name, {huggingface: shape}, 1, name, dim)
 

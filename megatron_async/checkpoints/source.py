@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.family_names import names_of
+from megatron_async.checkpoints.family_names import FamilyNames, names_of
 from megatron_async.checkpoints.mapping import (
     Region,
     Shape,
@@ -102,9 +102,9 @@ class ModelSource(ABC):
         float32; None: no weight can be kept."""
         return None
 
-    def stored_groups(self, weight: Weight) -> StoredGroups | None:
-        """A whole weight as the file's blocks; None where it cannot be kept so."""
-        return None
+    def stored_groups(self) -> Iterator[tuple[Weight, StoredGroups]]:
+        """The whole weights that can be kept as the file's blocks."""
+        return iter(())
 
     @property
     def has_fp8_cache(self) -> bool:
@@ -216,6 +216,12 @@ class NamedTensorSource(ModelSource):
         raise NotImplementedError
 
     @property
+    def names(self) -> FamilyNames | None:
+        """Names of the tensors, but for those of multi-token prediction, where they are not Hugging
+        Face's."""
+        return None
+
+    @property
     def has_stacked_experts(self) -> bool:
         """Whether names are those of transformers' modules, where a tensor holds all experts of a
         layer (see `weights`)."""
@@ -234,7 +240,7 @@ class NamedTensorSource(ModelSource):
     @cached_property
     def checked_weights(self) -> list[Weight]:
         """The model's weights, once names and shapes of all stored tensors are known to fit."""
-        wanted = list(weights(self.architecture, stacked_experts=self.has_stacked_experts))
+        wanted = self.held_weights(Shard())
         expected = {name: shape for weight in wanted for name, shape in weight.parts.items()}
         check_shapes(self.name, expected, self.tensor_shapes)
         superfluous = set(self.tensor_shapes) - set(expected)
@@ -331,7 +337,7 @@ class NamedTensorSource(ModelSource):
     def held_weights(self, shard: Shard) -> list[Weight]:
         """The weights of a rank, with the names of this source."""
         stacked = self.has_stacked_experts, shard.with_mtp and self._has_stacked_mtp
-        return list(weights(self.architecture, shard, *stacked))
+        return list(weights(self.architecture, shard, *stacked, self.names))
 
     def _fillings(self, weight: Weight, parameter: Tensor) -> list[Callable[[], int]]:
         clear_padding(weight, parameter)

@@ -145,8 +145,9 @@ class Weight:
     has_swapped_halves: bool = False
     """Hugging Face has the second half of the columns first. Not for strips, nor for experts."""
     order: tuple[Rows, ...] = ()
-    """Where the rows of the whole weight are found in the parts, from the first to the last, for
-    parts that hold them in another order; such a weight has strips. Empty: as said above."""
+    """Where the rows of the whole weight, or of each of its experts, are found in the parts, from
+    the first to the last, for parts that hold them in another order; such a weight has strips.
+    Empty: as said above."""
 
     @property
     def is_stacked(self) -> bool:
@@ -155,12 +156,10 @@ class Weight:
 
     @property
     def is_of_whole_rows(self) -> bool:
-        """Whether its rows are those of its parts as they are stored."""
-        return (
-            (self.scale, self.offset, self.experts) == (1, 0, 0)
-            and not (self.strips or self.order or self.has_swapped_halves)
-            and len(self.whole_shape) == 2
-        )
+        """Whether its rows, of all experts one after the other, are those of its parts as they are
+        stored, times `scale`."""
+        dims = 3 if self.experts else 2
+        return not (self.offset or self.has_swapped_halves) and len(self.whole_shape) == dims
 
     @property
     def held_parts(self) -> list[str]:
@@ -183,7 +182,7 @@ class Weight:
         """Shape of the whole weight, on all ranks together, without padding."""
         shapes = list(self.parts.values())
         if self.is_stacked:
-            return shapes[0]
+            return (self.experts, sum(shape[1] for shape in shapes), *shapes[0][2:])
         rows = sum(shape[0] for shape in shapes)
         lead = (self.experts, rows // self.experts) if self.experts else (rows,)
         return (*lead, *shapes[0][1:])
@@ -285,16 +284,17 @@ class Weight:
 
     def _ordered_pieces(self, parameter: Tensor) -> Iterator[tuple[str, Region, Tensor]]:
         """`pieces` by `order`: what each run of rows has in common with each held strip."""
-        names = list(self.parts)
-        rest = tuple(slice(0, size) for size in self.whole_shape[1:])
+        names, axis = list(self.parts), self._row_axis
         for _strip, held, place in self._strip_pieces(parameter):
-            start, stop = held[0].start, held[0].stop
+            start, stop = held[axis].start, held[axis].stop
             at = 0
             for rows in self.order:
                 first, last = max(start, at), min(stop, at + rows.count)
                 if first < last:
                     source = slice(rows.first + first - at, rows.first + last - at)
-                    yield names[rows.part], (source, *rest), place[first - start : last - start]
+                    region = (*held[:axis], source, *held[axis + 1 :])
+                    here = place.narrow(axis, first - start, last - first)
+                    yield names[rows.part], region, here
                 at += rows.count
 
     def _strip_pieces(self, parameter: Tensor) -> Iterator[tuple[Strip, Region, Tensor]]:

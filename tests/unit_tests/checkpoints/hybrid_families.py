@@ -120,6 +120,18 @@ ATTENDING: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Hybrid families without Mamba-2 layers, with everything else that they have."""
+IN_GGUF: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron of experts": (
+        "NemotronH",
+        HYBRIDS["nemotron-3"][1] | {"hybrid_override_pattern": "MEM*E"},
+    ),
+    "granite of attention, dense": (
+        "GraniteMoeHybrid",
+        HYBRIDS["granite"][1]
+        | {"layer_types": ["full_attention"] * 3, "position_embedding_type": "rope"},
+    ),
+}
+"""What llama.cpp has architectures for, beside these."""
 
 
 def make_hybrid(name: str) -> Any:
@@ -127,7 +139,7 @@ def make_hybrid(name: str) -> Any:
     zeros, and states decay slowly enough to matter."""
     import transformers
 
-    kind, options = (HYBRIDS | ATTENDING)[name]
+    kind, options = (HYBRIDS | ATTENDING | IN_GGUF)[name]
     torch.manual_seed(1)
     config_kind = f"{kind}Text" if kind.startswith("Qwen3_5") else kind
     config = getattr(transformers, f"{config_kind}Config")(**COMMON | options)
@@ -200,6 +212,15 @@ FAMILIES = {
     "qwen3-tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
     "qwen3-bf16": ("Qwen3", {"head_dim": 8}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen3-experts": (
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+        },
+    ),
     "qwen3-moe": (
         "Qwen3Moe",
         {

@@ -14,7 +14,7 @@ from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.gguf_metadata import HARMLESS, ONLY
 from megatron_async.models.architecture import RopeScaling
-from tests.unit_tests.checkpoints.test_gguf import write_gguf
+from tests.support.gguf_files import write_gguf
 
 Make = Callable[..., Path]
 READ = {
@@ -62,8 +62,7 @@ def test_every_published_key(name: str, make: Make, caplog: pytest.LogCaptureFix
             _ = open_model(make({f"llama.{name}": 0.375})).architecture
         except CheckpointError as error:
             said = str(error)
-    refused = f"llama.{name} = 0.375" in said or "mixture-of-experts" in said
-    assert refused if said else f"llama.{name}" in caplog.text
+    assert f"llama.{name} = 0.375" in said if said else f"llama.{name}" in caplog.text
 
 
 @pytest.mark.parametrize("name", sorted(ONLY))
@@ -137,8 +136,9 @@ def test_a_factor_without_a_type_computes_what_transformers_computes(make: Make,
         ({"llama.attention.layer_norm_epsilon": 0.1}, "layer_norm_epsilon = 0.1.* .only 1e-06"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon' is missing"),
         ({"llama.vocab_size": 127}, "vocab_size = 127 is not supported .only 128"),
-        ({"llama.feed_forward_length": [96, 96, 64]}, r"= \[96, 96, 64\] must be a positive int"),
-        ({"llama.attention.head_count_kv": [2, 2, 2]}, r"head_count_kv = \[2, 2, 2\] must be"),
+        ({"llama.feed_forward_length": [96, 96, 64]}, r"= \[96, 96, 64\] is not supported"),
+        ({"llama.attention.head_count_kv": [2, 0, 2]}, r"head_count_kv = \[2, 0, 2\] is"),
+        ({"llama.attention.head_count_kv": [2, 2]}, "kv has 2 numbers, but block_count is 3"),
         ({"tokenizer.ggml.eos_token_id": "x"}, "eos_token_id = 'x' must be a token's id"),
         ({"tokenizer.ggml.bos_token_id": float("inf")}, "bos_token_id = inf must be a token's"),
         ({"general.type": "adapter"}, "general.type = 'adapter' is not supported"),
@@ -186,12 +186,6 @@ def test_scaling_in_two_ways(make: Make) -> None:
         _ = open_model(
             make({"llama.rope.scaling.factor": 4.0}, tensors={"rope_freqs.weight": factors})
         ).architecture
-
-
-def test_one_tensor_under_two_names(make: Make) -> None:
-    again = {"model.norm.weight": np.ones(64, np.float32)}
-    with pytest.raises(CheckpointError, match=r"norm.weight' is there under two names"):
-        load_model(make({}, tensors=again), torch.float32, torch.device("cpu"))
 
 
 def test_bytes_in_the_other_order(tmp_path: Path) -> None:

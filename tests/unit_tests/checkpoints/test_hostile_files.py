@@ -20,9 +20,9 @@ from megatron_async.json_objects import LARGEST_JSON, read_object
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.sizes import size_problem
 from megatron_async.text.tokenizer import Tokenizer, TokenizerError
+from tests.support.gguf_files import write_gguf
 from tests.unit_tests.checkpoints.hybrid_families import edited
 from tests.unit_tests.checkpoints.test_delta_folders import with_vision
-from tests.unit_tests.checkpoints.test_gguf import write_gguf
 from tests.unit_tests.checkpoints.training_checkpoints import parsed_args, save_run, trained_model
 
 HUGE = 10**12

@@ -28,8 +28,8 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model, init_dummy_weights
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.models.pipeline import EMBEDDING, OUTPUT, stage_of
+from tests.support.gguf_files import write_gguf
 from tests.support.ranks import run_ranks
-from tests.unit_tests.checkpoints.test_gguf import write_gguf
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
