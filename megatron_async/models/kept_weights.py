@@ -17,12 +17,14 @@ from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
 )
+from megatron_async.models.moe_experts import StackedLinear
 from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
 
 
 def may_be_kept(model: Any, module: nn.Module) -> bool:
     """Whether a module of a model multiplies by a `packed_weight`, or is the model's embedding."""
-    is_linear = isinstance(module, InferenceColumnParallelLinear | InferenceRowParallelLinear)
+    kinds = InferenceColumnParallelLinear | InferenceRowParallelLinear | StackedLinear
+    is_linear = isinstance(module, kinds)
     embedding = getattr(model, "embedding", None)
     return is_linear or (
         isinstance(embedding, InferenceEmbedding) and module is embedding.word_embeddings

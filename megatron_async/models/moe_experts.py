@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from megatron_async.models.held_weight import HeldWeight
 from megatron_async.models.layer_ops import LayerOps
+from megatron_async.ops.experts.cpu.grouped_experts import GroupedExperts
 from megatron_async.ops.experts.expert_exchange import (
     SymmetricExchange,
     combine_add_rms_norm,
@@ -33,15 +34,30 @@ from megatron_async.ops.experts.expert_exchange import (
     gather_tokens,
     packed_row_bytes,
 )
+from megatron_async.ops.experts.expert_mlp import ExpertWeight
 from megatron_async.ops.experts.expert_routing import Routing
+from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
 
 
 class StackedLinear(nn.Module, HeldWeight):
-    """One weight for all experts of this rank, `[local experts, out, in]`."""
+    """One weight for all experts of this rank, `[local experts, out, in]`.
+
+    Attributes:
+        packed_weight: all that there is of a weight that is kept as a GGUF file's blocks.
+    """
+
+    packed_weight: GroupedWeight | None = None
 
     def __init__(self, experts: int, rows: int, columns: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty((experts, rows, columns), dtype=dtype))
+
+    @property
+    def kept(self) -> ExpertWeight:
+        """The weight, as `expert_mlp` takes it."""
+        if self.packed_weight is None:
+            return self.operand
+        return GroupedExperts(self.packed_weight, len(self.weight))
 
 
 class Experts(MegatronModule):
@@ -74,8 +90,8 @@ class Experts(MegatronModule):
         return self.ops.expert_mlp(
             hidden_states,
             routing,
-            self.linear_fc1.operand,
-            self.linear_fc2.operand,
+            self.linear_fc1.kept,
+            self.linear_fc2.kept,
             self.first_expert,
             self.config.num_moe_experts,
         )

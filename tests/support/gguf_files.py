@@ -179,7 +179,7 @@ def write_gguf(
         is_small = any(
             part in name for part in ("ssm_conv1d", "ssm_a", "ssm_d", "ssm_norm", "_inp")
         )
-        if rows.ndim < 2 or is_small or chosen == Q.F32:
+        if rows.ndim < 2 or is_small or chosen == Q.F32 or rows.shape[-1] % 32:
             writer.add_tensor(name, np.ascontiguousarray(rows))
         elif chosen.name.endswith("_K"):
             data = blocks_of(chosen, rows.size // rows.shape[-1], rows.shape[-1], seed=len(name))

@@ -102,11 +102,13 @@ def _parts(has_float64: bool) -> dict[Callable[[], None], float]:
         parts[partial(host_recurrent.compile_step_loops, dtype)] = 1.4
     if multiplies_integers():
         from megatron_async.ops.cpu import layer_kernels
+        from megatron_async.ops.experts.cpu import expert_loops
         from megatron_async.ops.linear.cpu.helpers import compile_products
 
         parts[compile_products] = 6.0
         parts[_compile_groups] = 1.8
         parts[layer_kernels.compile_loops] = 4.8
+        parts[expert_loops.compile_loops] = 3.0
     return parts
 
 

@@ -155,7 +155,7 @@ def run_layers(
         residual = stream
         _multiply(work, hidden, one[FC1], record, 2 * ffn, both)
         record = one[FC2_RECORD]
-        share(control, ACTIVATE, rows, some_rows, (both, ffn, record, scratch, activated))
+        share(control, ACTIVATE, rows, some_rows, (both, ffn, record, scratch, activated, 1))
         _multiply(work, ffn, one[FC2], record, hidden, out)
 
 

@@ -131,6 +131,16 @@ def swiglu(x_at: Any, rows: Any, width: Any, out_at: Any) -> None:  # pragma: no
             target[i] = gates[i] / (np.float32(1.0) + exp(-gates[i])) * ups[i]
 
 
+@njit(nogil=True, cache=True, error_model="numpy")
+def squared_relu(x_at: Any, count: Any, out_at: Any) -> None:  # pragma: no cover - compiled
+    """Into out: squares of what is positive in x; by their addresses, float32 `[count]`."""
+    x, out = carray(floats(x_at), (count,)), carray(floats(out_at), (count,))
+    for i in range(count):
+        # Not `max`, which would hide NaN.
+        value = np.float32(0.0) if x[i] < 0 else x[i]
+        out[i] = value * value
+
+
 @njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)
 def gated_norm(
     y_at: Any, y_row: Any, z_at: Any, z_row: Any, weight_at: Any, rows: Any, groups: Any, size: Any,

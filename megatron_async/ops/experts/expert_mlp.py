@@ -14,6 +14,7 @@ then added in the order of the experts' numbers.
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -37,15 +38,19 @@ from megatron_async.ops.linear.quantised_weight import QuantisedWeight, widened
 from megatron_async.ops.linear.widen import widen
 from megatron_async.ops.op import op, promising
 
+if TYPE_CHECKING:
+    from megatron_async.ops.experts.cpu.grouped_experts import GroupedExperts
+
 COMBINE_BLOCK = 1024
+type ExpertWeight = Tensor | QuantisedWeight | GroupedExperts
 
 
-@op
+@op(cpu="experts.cpu.grouped_experts")
 def expert_mlp(
     x: Tensor,
     routing: Routing,
-    fc1: Tensor | QuantisedWeight,
-    fc2: Tensor | QuantisedWeight,
+    fc1: ExpertWeight,
+    fc2: ExpertWeight,
     first_expert: int,
     num_experts: int,
 ) -> Tensor:
@@ -56,7 +61,8 @@ def expert_mlp(
         routing: of these tokens; experts elsewhere, and `NO_EXPERT`, add nothing.
         fc1: `[local experts, 2 * ffn, hidden]`, [gate; up] of SwiGLU, or `[local experts, ffn,
             hidden]`, whose products are squared where they are positive; same dtype, contiguous.
-            A quantised one is multiplied by as it is in the dtype.
+            A quantised one is multiplied by as it is in the dtype; blocks of a GGUF file, on a CPU,
+            with rows rounded as those of other layers are.
         fc2: `[local experts, hidden, ffn]`, the same.
         first_expert: number of the first expert here.
         num_experts: how many there are everywhere.
@@ -67,7 +73,7 @@ def expert_mlp(
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
     """
-    fc1, fc2 = widened(fc1), widened(fc2)
+    fc1, fc2 = _plain(fc1), _plain(fc2)
     _check(x, routing, fc1, fc2)
     tokens, topk = routing.experts.shape
     local = fc1.size(0)
@@ -88,16 +94,24 @@ def expert_mlp(
     return outputs.view(tokens, topk, x.size(1)).sum(1).to(x.dtype)
 
 
+def _plain(weight: ExpertWeight) -> Tensor:
+    if isinstance(weight, Tensor | QuantisedWeight):
+        return widened(weight)
+    raise TypeError("expert_mlp: a GGUF file's blocks are multiplied by loops alone, on a CPU.")
+
+
 def expert_mlp_gpu(
     x: Tensor,
     routing: Routing,
-    fc1: Tensor | QuantisedWeight,
-    fc2: Tensor | QuantisedWeight,
+    fc1: ExpertWeight,
+    fc2: ExpertWeight,
     first_expert: int,
     num_experts: int,
     as_trained: bool = False,
 ) -> Tensor:
     """`as_trained`: rounded, weighted and added up where Megatron's training does."""
+    assert isinstance(fc1, Tensor | QuantisedWeight)
+    assert isinstance(fc2, Tensor | QuantisedWeight)
     fc1, fc2 = _kept_or_widened(fc1, fc2, as_trained)
     gated = fc1.size(1) != fc2.size(2)
     form = fc1.form if isinstance(fc1, QuantisedWeight) else None

@@ -123,7 +123,8 @@ ATTENDING: dict[str, tuple[str, dict[str, Any]]] = {
 IN_GGUF: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron of experts": (
         "NemotronH",
-        HYBRIDS["nemotron-3"][1] | {"hybrid_override_pattern": "MEM*E"},
+        HYBRIDS["nemotron-3"][1]
+        | {"hybrid_override_pattern": "MEM*E", "moe_intermediate_size": 32},
     ),
     "granite of attention, dense": (
         "GraniteMoeHybrid",
@@ -217,7 +218,7 @@ FAMILIES = {
         {
             "num_experts": 4,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
+            "moe_intermediate_size": 64,
             "norm_topk_prob": True,
         },
     ),

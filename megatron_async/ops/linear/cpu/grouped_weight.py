@@ -30,6 +30,8 @@ class GroupedWeight:
     Attributes:
         format, nbytes, looped: of a `KeptWeight`.
         k, address, record, is_whole: of a `WidenedWeight`.
+        outputs: of the weight.
+        row_bytes: of a row as rounded for it.
 
     Raises:
         ValueError: scales or offsets that are not finite, or beyond float16 where they have that.
@@ -39,16 +41,17 @@ class GroupedWeight:
         from megatron_async.ops.linear.cpu.group_products import KIND, LANES
 
         compile_products()
-        self._outputs, self.k, form, read = stored
+        self.outputs, self.k, form, read = stored
         self._form = form._replace(is_fine=is_fine)
         self.format = INT4 if form.bits == 4 else INT8
         groups, size = self.k // GROUP, KIND.group_bytes(self._form)
-        blocks = -(-self._outputs // LANES)
+        self.row_bytes = groups * self._form.row_group_bytes
+        blocks = -(-self.outputs // LANES)
         self._weight = torch.empty((blocks, groups, size), dtype=torch.uint8)
         step = max(PIECE // self.k // LANES, 1)
         for first in range(0, blocks, step):
             last = min(first + step, blocks)
-            piece = read(first * LANES, min(last * LANES, self._outputs))
+            piece = read(first * LANES, min(last * LANES, self.outputs))
             pack_groups(widened(piece, form), self._form, LANES, self._weight[first:last])
         self._point()
 
@@ -56,7 +59,7 @@ class GroupedWeight:
         from megatron_async.ops.linear.cpu.group_products import KIND, LANES, loop_of
         from megatron_async.ops.linear.cpu.weight_record import WeightRecord
 
-        self.is_whole = len(self._weight) * LANES == self._outputs
+        self.is_whole = len(self._weight) * LANES == self.outputs
         self.address, self.nbytes = self._weight.data_ptr(), self._weight.numel()
         loop, size = loop_of(self._form), KIND.group_bytes(self._form)
         self.record = WeightRecord(LANES, size, 0, loop, self._form.is_fine)
@@ -78,7 +81,7 @@ class GroupedWeight:
             x.data_ptr(), rows, self.k, self.address, blocks, self.record, out.data_ptr()
         )
         if not self.is_whole:
-            out = out[..., : self._outputs].contiguous()
+            out = out[..., : self.outputs].contiguous()
         return out if bias is None else out.add_(bias)
 
     def first(self, outputs: int) -> GroupedWeight:
@@ -87,8 +90,8 @@ class GroupedWeight:
 
         part: GroupedWeight = object.__new__(type(self))
         part.__dict__.update(self.__dict__)
-        part._outputs = min(outputs, self._outputs)
-        part._weight = self._weight[: -(-part._outputs // LANES)]
+        part.outputs = min(outputs, self.outputs)
+        part._weight = self._weight[: -(-part.outputs // LANES)]
         part._point()
         return part
 
@@ -97,7 +100,7 @@ class GroupedWeight:
         that there is not, zeros."""
         from megatron_async.ops.linear.cpu.group_products import LANES
 
-        elsewhere = (numbers < 0) | (numbers >= self._outputs)
+        elsewhere = (numbers < 0) | (numbers >= self.outputs)
         here = numbers.masked_fill(elsewhere, 0)
         groups = unpack_groups(self._weight[here // LANES], here % LANES, self._form, LANES)
         return groups.values().masked_fill_(elsewhere[:, None], 0.0)

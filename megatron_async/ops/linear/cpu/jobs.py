@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from numba import carray
 from numba.extending import register_jitable
 
 from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.cpu.pointers import call_at
+from megatron_async.ops.cpu.row_kernels import longs
 from megatron_async.ops.linear.cpu import atomics, row_jobs
 from megatron_async.ops.linear.cpu.atomics import (
     ARGUMENT,
@@ -35,7 +37,7 @@ from megatron_async.ops.linear.cpu.integer_tile import STEP
 from megatron_async.ops.linear.cpu.row_jobs import factors_at
 from megatron_async.ops.linear.cpu.weight_record import LOOP, SCALES, field
 
-PRODUCT, GROUPED, ROUND, NORM, ACTIVATE, TURN, ATTEND = range(7)
+PRODUCT, GROUPED, ROUND, NORM, ACTIVATE, TURN, ATTEND, EXPERTS = range(8)
 """Kinds of jobs."""
 LEAST_ROWS = 4
 """Rows from which on threads share them."""
@@ -56,6 +58,31 @@ def rows_of_chunk(rows: Any, is_shared: Any) -> Any:
     if not is_shared or rows < LEAST_ROWS:
         return rows
     return max((rows + ROW_CHUNKS - 1) // ROW_CHUNKS, 2)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _multiply_experts(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
+    """`(x, k, weight, blocks, out, loop, which, starts, of_block, stride, outputs)`: rows of x by a
+    weight of several experts. Expert `which[i]` has rows `starts[i]` to `starts[i + 1]` - 1, and
+    `blocks` of the weight; the job's are those of all, one expert after the other."""
+    x, k, weight = argument(control, 0), argument(control, 1), argument(control, 2)
+    blocks, out, loop = argument(control, 3), argument(control, 4), argument(control, 5)
+    which, starts = longs(argument(control, 6)), longs(argument(control, 7))
+    of_block, stride = argument(control, 8), argument(control, 9)
+    outputs, block = argument(control, 10), first
+    while block < last:
+        number = block // blocks
+        begin = block - number * blocks
+        end = min(blocks, begin + last - block)
+        expert = carray(which, (number + 1,))[number]
+        ends = carray(starts, (number + 2,))
+        start, stop = ends[number], ends[number + 1]
+        numbers = (
+            x + start * stride, stop - start, k, weight + expert * blocks * of_block, blocks,
+            out + 4 * start * outputs, begin, end, 0,
+        )  # fmt: skip
+        call_at(loop, numbers)
+        block += end - begin
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -81,6 +108,8 @@ def _compute(control: Any, first: Any, last: Any) -> None:  # pragma: no cover -
         row_jobs.activating(control, first, last)
     elif kind == TURN:
         row_jobs.turning(control, first, last)
+    elif kind == EXPERTS:
+        _multiply_experts(control, first, last)
     else:
         row_jobs.attending(control, first, last)
 

@@ -17,7 +17,14 @@ from numba.extending import register_jitable
 
 from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.cpu.pointers import call_at
-from megatron_async.ops.cpu.row_kernels import floats, integers, longs, swiglu, words
+from megatron_async.ops.cpu.row_kernels import (
+    floats,
+    integers,
+    longs,
+    squared_relu,
+    swiglu,
+    words,
+)
 from megatron_async.ops.linear.cpu.atomics import LENGTH, argument, read
 from megatron_async.ops.linear.cpu.group_rows import round_groups, row_bytes
 from megatron_async.ops.linear.cpu.integer_products import round_rows, whole_tiles
@@ -83,9 +90,13 @@ def normalising(control: Any, first: Any, last: Any) -> None:  # pragma: no cove
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def activating(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
-    """`(x, k, record, scratch, out)`: `swiglu` of x, `[rows, 2, k]`, and its rounding."""
+    """`(x, k, record, scratch, out, gated)`: `swiglu` of x, `[rows, 2, k]`, or `squared_relu`, of
+    `[rows, k]`, and its rounding."""
     x, k, out = argument(control, 0), argument(control, 1), argument(control, 4)
-    swiglu(x + 8 * first * k, last - first, k, out + 4 * first * k)
+    if argument(control, 5) != 0:
+        swiglu(x + 8 * first * k, last - first, k, out + 4 * first * k)
+    else:
+        squared_relu(x + 4 * first * k, (last - first) * k, out + 4 * first * k)
     record, scratch = argument(control, 2), argument(control, 3)
     round_some(out, read(control + LENGTH), k, record, scratch, first, last)
 

@@ -1,0 +1,1 @@
+"""Experts on a CPU whose weights are kept as the blocks of a GGUF file."""
