@@ -146,6 +146,20 @@ def metadata_of(kind: str, a: ModelArchitecture) -> dict[str, Any]:
     return whole | {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
 
 
+def add_field(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """A value of a type that follows from Python's; None: none."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif value is not None:
+        writer.add_string(key, value)
+
+
 def write_gguf(
     path: Path,
     folder: Path,
@@ -159,16 +173,7 @@ def write_gguf(
     `quantisation`: of matrices, or by their names; of a K type they are random."""
     writer = gguf.GGUFWriter(path, kind)
     for key, value in (metadata_of(kind, a) | dict(fields or {})).items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, list):
-            writer.add_array(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif value is not None:
-            writer.add_string(key, value)
+        add_field(writer, key, value)
     state = {n: t.numpy() for n, t in load_file(folder / "model.safetensors").items()}
     stored: dict[str, np.ndarray | None] = dict(converted(state, kind, a))
     for name, rows in (stored | dict(tensors or {})).items():

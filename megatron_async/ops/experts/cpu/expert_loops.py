@@ -99,6 +99,8 @@ def expert_mlp(
     tokens, topk, hidden, ffn, gated, first_expert, local = sizes
     fc1, record1, fc2, record2 = weights
     x, chosen_at, shares_at, out_at, numbers, of_x, of_pairs, both, activated, products = addresses
+    if tokens == 0:
+        return
     pairs = tokens * topk
     which_at, starts_at, row_of_at = numbers, numbers + 8 * local, numbers + 8 * (2 * local + 1)
     row_of = carray(longs(row_of_at), (pairs,))
