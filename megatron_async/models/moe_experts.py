@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from megatron_async.models.held_weight import HeldWeight
 from megatron_async.models.layer_ops import LayerOps
-from megatron_async.ops.experts.cpu.grouped_experts import GroupedExperts
 from megatron_async.ops.experts.expert_exchange import (
     SymmetricExchange,
     combine_add_rms_norm,
@@ -36,7 +35,7 @@ from megatron_async.ops.experts.expert_exchange import (
 )
 from megatron_async.ops.experts.expert_mlp import ExpertWeight
 from megatron_async.ops.experts.expert_routing import Routing
-from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
+from megatron_async.ops.linear.cpu.grouped_weight import GroupedExperts, GroupedWeight
 
 
 class StackedLinear(nn.Module, HeldWeight):

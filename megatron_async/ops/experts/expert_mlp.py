@@ -14,7 +14,6 @@ then added in the order of the experts' numbers.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +26,7 @@ from megatron_async.ops.experts.expert_plan import ExpertPlan, ProductPlan, plan
 from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.experts.expert_sort import SortedPairs, sort_pairs
 from megatron_async.ops.linear.activations import round_to, squared_relu, swiglu
+from megatron_async.ops.linear.cpu.grouped_weight import GroupedExperts
 from megatron_async.ops.linear.load_tile import (
     check_kept,
     kept_of_matrix,
@@ -37,9 +37,6 @@ from megatron_async.ops.linear.load_tile import (
 from megatron_async.ops.linear.quantised_weight import QuantisedWeight, widened
 from megatron_async.ops.linear.widen import widen
 from megatron_async.ops.op import op, promising
-
-if TYPE_CHECKING:
-    from megatron_async.ops.experts.cpu.grouped_experts import GroupedExperts
 
 COMBINE_BLOCK = 1024
 type ExpertWeight = Tensor | QuantisedWeight | GroupedExperts

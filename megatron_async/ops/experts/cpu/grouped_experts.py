@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_async.ops.experts.expert_mlp import ExpertWeight, expert_mlp
 from megatron_async.ops.experts.expert_routing import Routing
-from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
+from megatron_async.ops.linear.cpu.grouped_weight import GroupedExperts
 from megatron_async.ops.linear.cpu.helpers import CHUNK_BYTES, helpers_of
 
 MOST_TOKENS = 256
 """Tokens that are computed at once: room for their pairs stays in the tens of MB."""
-
-
-class GroupedExperts(NamedTuple):
-    """A weight `[experts, outputs, k]`: the outputs of all experts one after the other, those of
-    each a multiple of `LANES`."""
-
-    weight: GroupedWeight
-    experts: int
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """`[experts, outputs, k]`."""
-        return self.experts, self.weight.outputs // self.experts, self.weight.k
 
 
 @expert_mlp.cpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -104,6 +106,19 @@ class GroupedWeight:
         here = numbers.masked_fill(elsewhere, 0)
         groups = unpack_groups(self._weight[here // LANES], here % LANES, self._form, LANES)
         return groups.values().masked_fill_(elsewhere[:, None], 0.0)
+
+
+class GroupedExperts(NamedTuple):
+    """A weight `[experts, outputs, k]`: the outputs of all experts one after the other, those of
+    each a multiple of `LANES`."""
+
+    weight: GroupedWeight
+    experts: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """`[experts, outputs, k]`."""
+        return self.experts, self.weight.outputs // self.experts, self.weight.k
 
 
 def pack_groups(groups: Groups, form: GroupForm, lanes: int, out: Tensor) -> None:
