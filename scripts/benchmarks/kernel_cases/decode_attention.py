@@ -1,6 +1,7 @@
 """Decode attention alone, in a graph over many layers' caches, against the bytes it must read.
 
-With --long-row one row of each batch has that length: a long request among short ones.
+The column "fp8" has keys and values in e4m3, whose bytes are half of the floor's. With --long-row
+one row of each batch has that length: a long request among short ones.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import torch
 
 from kernel_cases.case import OURS, Case, Chain, Family, Hardware, Need, Work, layers_that_fit
 from megatron_async.ops.attention import decode_attention as ops
+from megatron_async.ops.attention.narrow_cache import NARROW, scales_of
 
 SHAPES = {"smollm2-135m": (9, 3, 64), "llama-3.1-8b": (32, 8, 128)}
 """(query heads, KV heads, head dimension)."""
@@ -41,15 +43,19 @@ def need(shape: str, lengths: Sequence[int]) -> Need:
     return Need(tokens * token_bytes(shape), 4.0 * heads * dim * tokens)
 
 
-def chain(shape: str, lengths: Sequence[int], block_size: int) -> Chain:
+def chain(shape: str, lengths: Sequence[int], block_size: int, is_narrow: bool = False) -> Chain:
     """A step's schedule, which its layers share, and the attention of each layer."""
     heads, kv_heads, dim = SHAPES[shape]
     cuda = torch.device("cuda")
     rows, blocks = len(lengths), [-(-length // block_size) for length in lengths]
-    layers = layers_that_fit(sum(blocks) * block_size * token_bytes(shape))
-    cache = torch.randn(
-        layers, 2, sum(blocks), block_size, kv_heads, dim, dtype=torch.bfloat16, device=cuda
-    )
+    layer_bytes = sum(blocks) * block_size * token_bytes(shape) // (2 if is_narrow else 1)
+    layers = layers_that_fit(layer_bytes)
+    dtype = NARROW if is_narrow else torch.bfloat16
+    cache = torch.empty(layers, 2, sum(blocks), block_size, kv_heads, dim, dtype=dtype, device=cuda)
+    for layer in cache:
+        layer.copy_(torch.randn(layer.shape, dtype=torch.bfloat16, device=cuda))
+    ones = torch.ones(kv_heads, device=cuda)
+    scales = scales_of(ones, ones) if is_narrow else None
     tables = torch.zeros(rows, max(blocks), dtype=torch.int32)
     for row, own in enumerate(torch.randperm(sum(blocks)).split(blocks)):
         tables[row, : len(own)] = own
@@ -64,8 +70,9 @@ def chain(shape: str, lengths: Sequence[int], block_size: int) -> Chain:
         out.zero_()  # so that the schedule is settled
         for keys, values in cache:
             ops.paged_decode_attention(
-                query, keys, values, tables, dim**-0.5, workspace, out, is_settled=True
-            )
+                query, keys, values, tables, dim**-0.5, workspace, out, is_settled=True,
+                scales=scales,
+            )  # fmt: skip
 
     return Chain(run, layers)
 
@@ -76,7 +83,9 @@ def cases(args: argparse.Namespace, shapes: Sequence[str], hardware: Hardware) -
 
     def prepare(shape: str, lengths: Sequence[int]) -> Work:
         floor = hardware.floor_us(need(shape, lengths))
-        return Work({OURS: chain(shape, lengths, block_size)}, floor)
+        caches = {OURS: False, "fp8": True}
+        chains = {column: chain(shape, lengths, block_size, it) for column, it in caches.items()}
+        return Work(chains, floor)
 
     for shape, rows, length in itertools.product(shapes, args.rows or ROWS, args.lengths):
         keys = {"shape": shape, "rows": rows, "length": length}
@@ -100,7 +109,7 @@ FAMILY = Family(
     about="attention of decode rows over a paged cache, against its bytes",
     shapes=list(SHAPES),
     default_shapes=list(SHAPES),
-    parts=(),
+    parts=("fp8",),
     references=(),
     add_options=add_options,
     cases=cases,

@@ -8,6 +8,7 @@ backends leave room for that beside the prompts.
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -46,6 +47,8 @@ CHUNKS: dict[str, Chunks] = {
 """(query length, KV length) of each row."""
 OUR_BACKEND = CANDIDATES[0]
 OTHERS = [name for name in BACKENDS if name != OUR_BACKEND]
+FP8 = ["triton fp8", "warpgroup fp8"]
+"""Columns of our kernels for keys and values in e4m3."""
 
 
 def need(shape: AttentionShape, chunks: Chunks) -> Need:
@@ -64,19 +67,20 @@ def cases(args: argparse.Namespace, shapes: Sequence[str], hardware: Hardware) -
         device = make_device("cuda")
         lengths = [args.decode_keys] * bool(args.decode_rows) + [kv for _, kv in chunks]
         blocks = -(-max(lengths) // block_size)
-        shape = AttentionShape(
+        wide = AttentionShape(
             *SHAPES[name], block_size, blocks, torch.bfloat16, device.torch_device
         )
         chains, refused = {}, {}
-        for column, backend_name in {OURS: OUR_BACKEND, **{o: o for o in args.backends}}.items():
+        for column in (OURS, *args.backends, *FP8):
+            shape = replace(wide, is_narrow=column in FP8)
             try:
-                backend = BACKENDS[backend_name](shape)
+                backend = BACKENDS[OUR_BACKEND if column == OURS else column.split()[0]](shape)
             except BackendUnavailable as reason:
                 refused[column] = str(reason)
                 continue
             layers = layers_of_step(backend, shape, chunks, args.decode_rows, args.decode_keys)
             chains[column] = Chain(layers, CALLS, backend.captures)
-        least = need(shape, chunks + [(1, args.decode_keys)] * args.decode_rows)
+        least = need(wide, chunks + [(1, args.decode_keys)] * args.decode_rows)
         figures = {"operations": least.operations}
         return Work(chains, hardware.floor_us(least), figures, refused)
 
@@ -107,7 +111,7 @@ FAMILY = Family(
     shapes=list(SHAPES),
     default_shapes=list(SHAPES),
     parts=(),
-    references=OTHERS,
+    references=[*OTHERS, *FP8],
     add_options=add_options,
     cases=cases,
 )
