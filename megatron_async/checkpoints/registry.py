@@ -14,7 +14,7 @@ there the embedding is larger than what all layers add: then a token's experts f
 token, anew in each layer. Nothing else differs, and each product is as it was.
 
 `dummy:SHAPE:int4` is one whose linear layers and experts are 4-bit numbers, as of a quantised
-folder: kept so by `quantization="file"`, else decoded.
+folder: kept or decoded as these are.
 """
 
 from __future__ import annotations

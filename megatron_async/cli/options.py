@@ -29,7 +29,7 @@ MODEL_HELP = """one of
                        tiny and tiny-moe start at once (prompts are token ids)
   dummy:llama:SIZES    the same of sizes by hand: layers=2,hidden=64,heads=4,ffn=96,vocab=512
   dummy:SHAPE:uniform  the same, tokens spread evenly over the experts
-  dummy:SHAPE:int4     weights of 4-bit numbers (or mxfp4, nvfp4), with --quantization file"""
+  dummy:SHAPE:int4     weights of 4-bit numbers, or mxfp4, nvfp4, as of a quantised folder"""
 
 DRAFT_LAYER_HELP = """a layer for multi-token prediction that was trained for the model
 (scripts/train_draft_layer.py); with --speculative-method mtp. smollm2 has one"""
