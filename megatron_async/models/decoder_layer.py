@@ -53,7 +53,13 @@ def attended(attention: Any, stream: Stream, view: StepView) -> Tensor:
 
 def mlp_layer(mlp: Any, stream: Stream, view: StepView, may_split: bool) -> Stream:
     """Norm, first product and activation; second product and residual."""
-    return mlp.linear_fc2.add(activated(mlp, stream), stream, may_split)
+    fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
+    if isinstance(fc1, InferenceColumnParallelLinear) and fc2.takes_rounded:
+        activation = activation_of(mlp.config.gated_linear_unit)
+        choice = fc1.choose(stream, activation=activation, rounded=True)
+        if choice.met.rounded:
+            return fc2.add(fc1.rounded_product(stream, choice, fc2.operand), stream, may_split)
+    return fc2.add(activated(mlp, stream), stream, may_split)
 
 
 def activated(mlp: Any, stream: Stream) -> Tensor:

@@ -24,6 +24,7 @@ from megatron_async.ops.linear.product_kernel import new_sums
 from megatron_async.ops.linear.products import Choice, choose_for
 from megatron_async.ops.linear.qkv_places import QkvPlaces
 from megatron_async.ops.linear.quantised_weight import QuantisedWeight
+from megatron_async.ops.linear.rounded_rows import RoundedRows
 from megatron_async.ops.linear.stream import Stream
 
 ACTIVATIONS = {"": "", "swiglu": "SwiGLU", "squared_relu": "squared ReLU"}
@@ -50,6 +51,7 @@ class NotedOps:
         choice: Choice | None = None,
         added: Tensor | None = None,
         places: QkvPlaces | None = None,
+        rounded: RoundedRows | None = None,
     ) -> Tensor:
         """A product and what its kernel includes."""
         rows = (x.rows if isinstance(x, Stream) else x).flatten(0, -2)
@@ -61,11 +63,12 @@ class NotedOps:
         codes = weight.codes if isinstance(weight, QuantisedWeight) else weight
         met, splits = choice.met, getattr(choice.plan, "splits", 1)
         parts = (
-            "norm" if isinstance(x, Stream) else "",
+            "norm" if isinstance(x, Stream) and x.weight is not None else "",
             self._names.get(id(codes), "product"),
             "rope" if places is not None else "",
             ACTIVATIONS[met.activation],
             "residual" if added is not None else "",
+            "rounding" if rounded is not None else "",
         )
         where = f"{choice.kernel.name}, {splits} parts" if splits > 1 else choice.kernel.name
         self.notes.append(f"{' + '.join(part for part in parts if part)} ({where})")
@@ -74,7 +77,7 @@ class NotedOps:
         outputs = len(weight) // 2 if met.activation == "swiglu" else len(weight)
         if places is not None:
             return places.new_queries(rows, outputs)
-        return new_sums(rows, outputs, splits)
+        return new_sums(rows, outputs, splits, weight.dtype)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float

@@ -33,8 +33,11 @@ from megatron_async.ops.linear.cpu.blocked_weight import BlockedWeight
 from megatron_async.ops.linear.cpu.eight_bit import EightBitWeight, is_available
 from megatron_async.ops.linear.partial_sums import add_partial_sums
 from megatron_async.ops.linear.product_kernel import Activation
-from megatron_async.ops.linear.products import Choice, choose_for
+from megatron_async.ops.linear.products import Choice, choose_for, takes_rounded
 from megatron_async.ops.linear.qkv_places import QkvPlaces
+from megatron_async.ops.linear.quantised_weight import QuantisedWeight
+from megatron_async.ops.linear.rounded_rows import RoundedRows, new_rounded
+from megatron_async.ops.linear.scaled_products import ROWS
 from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.linear.weight_format import FLOAT32, KeptWeight
 from megatron_async.ops.ranks.tensor_collectives import TensorCollectives, collectives_of
@@ -97,9 +100,12 @@ class InferenceColumnParallelLinear(ColumnParallelLinear, SharedLinear):
         """Whether a qkv layer may have a product that also rotates and appends its outputs."""
         return not self.sequence_parallel and not self.skip_bias_add
 
-    def choose(self, stream: Stream, rotate: int = 0, activation: Activation = "") -> Choice:
+    def choose(
+        self, stream: Stream, rotate: int = 0, activation: Activation = "", rounded: bool = False
+    ) -> Choice:
         """How the product of a stream of this rank's rows is computed, with the norm before it.
-        `rotate`: elements of a head, if outputs may be rotated and appended; else 0."""
+        `rotate`: elements of a head, if outputs may be rotated and appended; else 0. `rounded`: the
+        product behind takes the activation's rows in FP8."""
         return choose_for(
             stream.rows,
             self.operand,
@@ -113,13 +119,27 @@ class InferenceColumnParallelLinear(ColumnParallelLinear, SharedLinear):
             activation=activation,
             bias=self.bias is not None,
             invariant=self.ops.is_invariant,
+            rounded=rounded,
         )
 
-    def product(self, stream: Stream, choice: Choice, places: QkvPlaces | None = None) -> Tensor:
+    def rounded_product(self, stream: Stream, choice: Choice, after: QuantisedWeight) -> Stream:
+        """`product`, whose rows are in FP8 for the product by a weight `after` it."""
+        ranks = self.collectives.size if self.sequence_parallel else 1
+        rows, k = stream.rows.size(-2) * ranks, after.size(1)
+        rounded = new_rounded(rows, k, stream.rows.device, ROWS, after.input_scale)
+        return Stream(self.product(stream, choice, rounded=rounded), rounded=rounded)
+
+    def product(
+        self,
+        stream: Stream,
+        choice: Choice,
+        places: QkvPlaces | None = None,
+        rounded: RoundedRows | None = None,
+    ) -> Tensor:
         """The product of a stream, `[rows, out of this rank]`, with the wants that the choice
         meets. The stream's norm is done before, where it is not among them, and its `total` is set.
         With `places` for keys and values, which go with a choice that meets `rotate`, the result is
-        rotated queries, `[rows, heads, dim]`."""
+        rotated queries, `[rows, heads, dim]`; with a place for `rounded` rows, their codes."""
         if not choice.met.norm:
             normalise(self.ops, stream)
         rows: Tensor | Stream = stream if choice.met.norm else stream.value
@@ -128,7 +148,7 @@ class InferenceColumnParallelLinear(ColumnParallelLinear, SharedLinear):
         bias = None if self.skip_bias_add else self.bias
         if self.packed_weight is not None and places is None and isinstance(rows, Tensor):
             return linear(self.ops, rows, self.operand, bias, self.packed_weight)
-        return self.ops.product(rows, self.operand, bias, choice, places=places)
+        return self.ops.product(rows, self.operand, bias, choice, None, places, rounded)
 
 
 class InferenceRowParallelLinear(RowParallelLinear, SharedLinear):
@@ -147,6 +167,11 @@ class InferenceRowParallelLinear(RowParallelLinear, SharedLinear):
             output = output + self.bias
         output = output.view(-1, *input_.shape[1:-1], output.size(-1))
         return output, self.bias if self.skip_bias_add else None
+
+    @property
+    def takes_rounded(self) -> bool:
+        """Whether products of this layer take rows in FP8."""
+        return takes_rounded(self.operand, self.ops.major)
 
     def choose(
         self, x: Tensor, stream: Stream, may_split: bool = False, squares: int = 0
@@ -180,8 +205,8 @@ class InferenceRowParallelLinear(RowParallelLinear, SharedLinear):
         choice: Choice | None = None,
     ) -> Stream:
         """The stream behind a block that ends with this layer: `x`, `[rows, in of this rank]` (or
-        rows that this layer has to divide, if the choice meets `squares`), and the stream before
-        the block, its total known."""
+        rows in FP8, or those that this layer has to divide, if the choice meets `squares`), and the
+        stream before the block, its total known."""
         rows = x.value if isinstance(x, Stream) else x
         if choice is None:
             choice = self.choose(rows, stream, may_split)
@@ -202,17 +227,17 @@ class InferenceRowParallelLinear(RowParallelLinear, SharedLinear):
             product = self.ops.product(x, self.operand, bias, choice, added)
         if alone:
             return Stream(product, None if added is not None else stream.total)
-        assert isinstance(x, Tensor), "see choose"
         collectives, product = self.collectives, product.unsqueeze(-2)
+        dtype = self.operand.dtype
         if self.explicit_expert_comm:
-            whole = add_partial_sums(product, x.dtype)
+            whole = add_partial_sums(product, dtype)
         elif self.sequence_parallel:
-            whole = collectives.reduce_scatter(add_partial_sums(product, x.dtype))
-        elif may_split and self.bias is None and collectives.adds_with_norm(product, x.dtype):
+            whole = collectives.reduce_scatter(add_partial_sums(product, dtype))
+        elif may_split and self.bias is None and collectives.adds_with_norm(product, dtype):
             add = collectives.all_reduce_add_rms_norm
             return Stream(product, stream.total, parts_of_ranks=add)
         else:
-            whole = collectives.all_reduce(product, x.dtype, self.ops.is_invariant)
+            whole = collectives.all_reduce(product, dtype, self.ops.is_invariant)
         return Stream(whole.squeeze(-2), stream.total)
 
 

@@ -56,6 +56,7 @@ class Wants(NamedTuple):
         adapter: the name of a small product beside this one, of the same input.
         invariant: the bits of a row may not depend on the number of rows.
         parts: the rows before the norm are partial sums.
+        rounded: the activation's rows are rounded to FP8 for the next product.
     """
 
     rows: int
@@ -69,6 +70,7 @@ class Wants(NamedTuple):
     adapter: str | None = None
     invariant: bool = False
     parts: bool = False
+    rounded: bool = False
 
 
 class Problem(NamedTuple):
@@ -126,7 +128,7 @@ class ProductKernel:
         plan: the layout for a problem; None: another kernel's.
         served: names of the extra `Wants` that it serves, of (problem, wants, plan).
         launch: `product` of (x, weight, bias, activation, plan), and by name what is served of
-            `added` and `places`.
+            `added`, `places` and `rounded`.
     """
 
     name: str
@@ -142,6 +144,7 @@ class Operands:
 
     Attributes:
         rows: `[rows, k]`.
+        dtype: of the product.
         outputs: number of the product's.
         squares, parts: sums of squares, and how many a row has; 0: there are none.
         eps: of the norm, or of what the squares give.
@@ -164,7 +167,7 @@ class Operands:
         else:
             self.rows = self.squares = x
             self.parts, self.eps = 0, 0.0
-        self.outputs = _outputs_of(self.rows, weight, bias, activation)
+        self.outputs, self.dtype = _outputs_of(self.rows, weight, bias, activation), weight.dtype
         codes = weight.codes if isinstance(weight, QuantisedWeight) else weight
         self.bias = codes if bias is None else bias
         self.constants = {
@@ -189,11 +192,12 @@ def check_copied(name: str, x: Tensor, weight: Tensor) -> None:
         )
 
 
-def new_sums(x: Tensor, outputs: int, splits: int) -> Tensor:
-    """A place for a product of x: `[rows, outputs]`, or, float32, `[splits, rows, outputs]`."""
+def new_sums(x: Tensor, outputs: int, splits: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A place for a product of x: `[rows, outputs]` of a dtype, or x's, or, float32, `[splits,
+    rows, outputs]`."""
     if splits > 1:
         return torch.empty((splits, x.size(0), outputs), dtype=torch.float32, device=x.device)
-    return torch.empty((x.size(0), outputs), dtype=x.dtype, device=x.device)
+    return torch.empty((x.size(0), outputs), dtype=dtype or x.dtype, device=x.device)
 
 
 def norm_of(x: Tensor | Stream, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -259,7 +263,9 @@ def _outputs_of(
             f"product: x must be [rows, k] and weight [outputs, k]; found {tuple(x.shape)} "
             f"and {tuple(weight.shape)}."
         )
-    if x.dtype != weight.dtype or x.stride(1) != 1 or not weight.is_contiguous():
+    is_rounded = isinstance(weight, QuantisedWeight) and x.dtype == weight.codes.dtype
+    same = x.dtype == weight.dtype or is_rounded
+    if not same or x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError(
             f"product: x ({x.dtype}, strides {x.stride()}) and weight ({weight.dtype}) must have "
             "one dtype, the elements of a row of x be adjacent and weight be contiguous: call "

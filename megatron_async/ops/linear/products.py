@@ -37,10 +37,11 @@ from megatron_async.ops.linear.qkv_places import QkvPlaces
 from megatron_async.ops.linear.quantised_weight import Form, QuantisedWeight
 from megatron_async.ops.linear.resident import RESIDENT
 from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_gpu
+from megatron_async.ops.linear.rounded_rows import RoundedRows
 from megatron_async.ops.linear.scaled_products import SCALED
 from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.linear.streamed import STREAMED
-from megatron_async.ops.linear.streamed_fp8 import STREAMED_FP8
+from megatron_async.ops.linear.streamed_fp8 import SPLIT_ROWS, STREAMED_FP8
 from megatron_async.ops.linear.tile import TILE
 from megatron_async.ops.linear.warpgroup import WARPGROUP
 from megatron_async.ops.linear.widen import widen
@@ -126,12 +127,13 @@ def choose(weight: WeightShape, wants: Wants) -> Choice:
        leaves the bias, and the activation where the kernel can round before it;
     1. with a bias: the activation, partial sums, and the sum with the residual stream;
     2. with an activation, or heads that are rotated: partial sums;
-    3. of float16 (it would overflow before it is divided) and of several groups: squares;
-    4. of several rows: the sum with the residual stream;
-    5. what is not `ProductKernel.served`, each for itself: norm, squares, rotation, residual,
+    3. without an activation that is met: rounding of its rows;
+    4. of float16 (it would overflow before it is divided) and of several groups: squares;
+    5. of several rows: the sum with the residual stream;
+    6. what is not `ProductKernel.served`, each for itself: norm, squares, rotation, residual,
        activation, and, as no kernel serves it yet, an adapter.
 
-    The answer to 0, 1 and 2 has a say in the choice of the kernel; that to 3, 4 and 5 has none.
+    The answer to 0, 1 and 2 has a say in the choice of the kernel; that to others has none.
     `invariant` is met unless cuBLAS multiplies: of float32, of rows that no kernel of ours reads,
     and on GPUs that were not measured.
     """
@@ -170,9 +172,19 @@ def choose(weight: WeightShape, wants: Wants) -> Choice:
         residual=wants.residual and "residual" in served,
         activation=wants.activation if "activation" in served else "",
         adapter=wants.adapter if "adapter" in served else None,
+        rounded=wants.rounded and bool(wants.activation) and {"activation", "rounded"} <= served,
         invariant=wants.invariant and (plan is not None or not wants.rows),
     )
     return Choice(kernel, plan, met)
+
+
+def takes_rounded(weight: Tensor | QuantisedWeight, major: int) -> bool:
+    """Whether products by a weight take rows that are in FP8 already, of any number."""
+    if not isinstance(weight, QuantisedWeight) or major != MEASURED_MAJOR:
+        return False
+    outputs, k = weight.shape
+    shape = WeightShape(outputs, k, weight.dtype, major, form=weight.form)
+    return choose(shape, Wants(SPLIT_ROWS + 1)).kernel is SCALED
 
 
 def _first(weight: WeightShape, problem: Problem) -> tuple[ProductKernel, Any]:
@@ -226,6 +238,7 @@ def product(
     choice: Choice | None = None,
     added: Tensor | None = None,
     places: QkvPlaces | None = None,
+    rounded: RoundedRows | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias`, by a choice, with the wants that the choice meets.
 
@@ -243,10 +256,11 @@ def product(
         added: `[rows, n]`, added to the rounded product; if the choice meets `residual`.
         places: where keys and values go, and what turns queries and keys; if it meets `rotate`. The
             weight is of `linear_qkv` in Megatron's order, `[kv_heads * (group + 2) * dim, k]`.
+        rounded: where the activation's rows go; if it meets `rounded`.
 
     Returns:
-        `[rows, n]`; partial sums `[splits, rows, n]`, float32, to be added in order; or queries
-        `[rows, kv_heads * group, dim]`, contiguous.
+        `[rows, n]`, of `rounded` the codes; partial sums `[splits, rows, n]`, float32, to be added
+        in order; or queries `[rows, kv_heads * group, dim]`, contiguous.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit, or the choice does not meet what is given.
@@ -290,13 +304,15 @@ def product_gpu(
     choice: Choice | None = None,
     added: Tensor | None = None,
     places: QkvPlaces | None = None,
+    rounded: RoundedRows | None = None,
 ) -> Tensor:
     rows = x.value if isinstance(x, Stream) else x
     if choice is None:
         choice = choose_for(rows, weight, bias=bias is not None)
     kernel, plan, met = choice
     squares = x.squares if isinstance(x, Stream) else None
-    for want, value in (("residual", added), ("rotate", places), ("squares", squares)):
+    given_wants = {"residual": added, "rotate": places, "squares": squares, "rounded": rounded}
+    for want, value in given_wants.items():
         if value is not None and not getattr(met, want):
             raise ValueError(
                 f"product: {tuple(rows.shape)} by {tuple(weight.shape)} ({kernel.name}) does not "
@@ -305,8 +321,10 @@ def product_gpu(
     given: dict[str, Any] = {} if added is None else {"added": added}
     if places is not None:
         given["places"] = places
+    if rounded is not None:
+        given["rounded"] = rounded
     given_x: Tensor | Stream = x
-    if isinstance(x, Stream) and not met.norm and squares is None:
+    if isinstance(x, Stream) and x.weight is not None and not met.norm and squares is None:
         given_x, x.total = add_rms_norm_gpu(*x.norm_arguments)
     return kernel.launch(given_x, weight, bias, met.activation, plan, **given)
 
@@ -320,6 +338,7 @@ def product_invariant_gpu(
     choice: Choice | None = None,
     added: Tensor | None = None,
     places: QkvPlaces | None = None,
+    rounded: RoundedRows | None = None,
 ) -> Tensor:
     rows = x.value if isinstance(x, Stream) else x
     if choice is None:

@@ -28,18 +28,24 @@ class RoundedRows(NamedTuple):
     Attributes:
         codes: float8_e4m3fn `[rows, k]`, contiguous.
         scales: float32 `[ceil(k / 128), rows]`, contiguous.
+        input_scale: float32 `[]`, by which all rows are to be divided; None: each 128 inputs have a
+            scale of their own.
     """
 
     codes: Tensor
     scales: Tensor
+    input_scale: Tensor | None = None
 
 
-def new_rounded(rows: int, k: int, device: torch.device, multiple: int) -> RoundedRows:
+def new_rounded(
+    rows: int, k: int, device: torch.device, multiple: int, input_scale: Tensor | None = None
+) -> RoundedRows:
     """A place for a multiple of so many rows."""
     padded = triton.cdiv(rows, multiple) * multiple
     return RoundedRows(
         torch.empty((padded, k), dtype=torch.float8_e4m3fn, device=device),
         torch.empty((triton.cdiv(k, BLOCK), padded), dtype=torch.float32, device=device),
+        input_scale,
     )
 
 
@@ -51,7 +57,8 @@ def round_rows(x: Tensor, input_scale: Tensor | None, multiple: int = 1) -> Roun
         _round_rows_kernel[(rows, triton.cdiv(k, BLOCKS * BLOCK))](
             x,
             x if input_scale is None else input_scale,
-            *rounded,
+            rounded.codes,
+            rounded.scales,
             x.stride(0),
             rounded.scales.size(1),
             k,

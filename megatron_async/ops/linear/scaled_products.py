@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
+from megatron_async.ops.linear.product_ends import end_product
 from megatron_async.ops.linear.product_kernel import (
     Activation,
     Problem,
@@ -20,6 +21,7 @@ from megatron_async.ops.linear.product_kernel import (
     check_copied,
 )
 from megatron_async.ops.linear.quantised_weight import BLOCK, QuantisedWeight
+from megatron_async.ops.linear.rounded_rows import RoundedRows
 from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.linear.streamed_fp8 import BY_BLOCKS, is_of_fp8, rounded_of
 
@@ -50,14 +52,13 @@ def scaled_product(
     bias: Tensor | None,
     activation: Activation,
     plan: ScaledPlan,
+    rounded: RoundedRows | None = None,
 ) -> Tensor:
     """`product` of rows that are rounded to FP8 by a weight in FP8, on a GPU; the norm of a
-    `Stream` is done first."""
+    `Stream` is done first, and the activation and what is left in one kernel behind it."""
     rows, given = rounded_of(x, weight, bias, activation, ROWS)
     check_copied("scaled_product", rows.codes, weight.codes)
-    if activation:
-        raise ValueError(f"scaled_product: it has no activation; found {activation!r}.")
-    dtype = given.rows.dtype
+    dtype = given.dtype
     scales, kind, is_left = scales_of(weight, dtype)
     out = F.scaled_mm(
         rows.codes,
@@ -69,18 +70,17 @@ def scaled_product(
         bias=None if is_left else bias,
         output_dtype=dtype,
     )[: len(given.rows)]
-    if is_left:
-        out *= weight.scales[:, 0]
-        if bias is not None:
-            out += bias
-    return out
+    if not is_left and not activation:
+        return out
+    factors, added = (weight.scales, bias) if is_left else (None, None)
+    return end_product(out, factors, added, activation, rounded)
 
 
 def scales_of(weight: QuantisedWeight, dtype: torch.dtype) -> tuple[Tensor, ScalingType, bool]:
     """Scales as cuBLASLt reads them, those of one output, or block of outputs, in a column; and
     whether the product is left to be multiplied by the weight's own.
 
-    Scales of whole outputs are: one more kernel, and rounding, takes less time than the slower kind
+    Scales of whole outputs are: the kernel behind the product takes less time than the slower kind
     of scales. Products without their scales would overflow float16.
     """
     n, k = weight.shape
@@ -102,7 +102,7 @@ def scales_of(weight: QuantisedWeight, dtype: torch.dtype) -> tuple[Tensor, Scal
 SCALED = ProductKernel(
     "cuBLASLt, FP8",
     scaled_plan,
-    lambda *_: {"norm", "norm of parts"},
+    lambda *_: {"activation", "norm", "norm of parts", "rounded"},
     scaled_product,
     BY_BLOCKS,
 )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_async.ops.linear.rounded_rows import RoundedRows
+
 AddNorm = Callable[..., tuple[Tensor, Tensor]]
 """A call with (value, residual, weight, eps): `Stream.parts_of_ranks`."""
 
@@ -31,6 +33,8 @@ class Stream:
             None: `value` is as the layer before has left it.
         parts_of_ranks: `value` is one rank's part of a sum over ranks. This adds the parts and the
             residual up and normalises the sum, as `TensorCollectives.all_reduce_add_rms_norm`.
+        rounded: `value`, which is its codes, with their scales, as products in FP8 take rows, and
+            perhaps a few rows more; None: `value` is of the model's dtype.
         total: `value + residual`, once the next product, or its norm, has been launched.
     """
 
@@ -40,6 +44,7 @@ class Stream:
     eps: float = 0.0
     squares: Tensor | None = None
     parts_of_ranks: AddNorm | None = None
+    rounded: RoundedRows | None = None
     total: Tensor | None = None
 
     @property

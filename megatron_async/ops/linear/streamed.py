@@ -63,6 +63,7 @@ from megatron_async.ops.linear.strips import (
     over_outputs,
     over_rows,
     promoted_sums,
+    round_outputs,
     scales_of_blocks,
     scales_of_outputs,
     side_of_sums,
@@ -249,10 +250,13 @@ def launch_streamed(
     plan: StreamedPlan,
     given: Operands,
     scales: tuple[Tensor | None, Tensor | None, int | None] = (None, None, None),
+    out: Tensor | None = None,
+    rounding: tuple[Tensor | None, int | None, Tensor | None, Tensor | None] = (None,) * 4,
     **of_scales: Any,
 ) -> Tensor:
     """The product of rows and a weight of one dtype, `[rows, k]` and `[n, k]`, of 16 bits or FP8;
-    that with scales of rows and weight, and what the kernel is told of them."""
+    that with scales of rows and weight, and what the kernel is told of them; in `out`, if it is
+    there: rounded with `rounding`, which are the kernel's."""
     n, (rows, k) = given.outputs, x.shape
     strip = LINE_BYTES.value // x.itemsize
     if rows > plan.block_m * plan.row_blocks:
@@ -268,7 +272,8 @@ def launch_streamed(
             f"streamed_product: a tile has pieces of 1 to {MOST_PIECES} sizes, and a ring at least "
             f"2 chunks; found {plan.pieces} and {plan.ring}."
         )
-    out = new_sums(given.rows, n, plan.splits)
+    if out is None:
+        out = new_sums(given.rows, n, plan.splits, given.dtype)
     chunks = chunks_per_share(k, plan, strip)
     sizes += sizes[-1:] * (MOST_PIECES - len(sizes))
     streamed_kernel[(triton.cdiv(n, sum(plan.pieces)), plan.splits, plan.row_blocks)](
@@ -279,6 +284,7 @@ def launch_streamed(
         rows,
         n,
         *scales,
+        *rounding,
         chunks=chunks,
         pieces=plan.pieces,
         ring=min(plan.ring, chunks),
@@ -321,7 +327,7 @@ def warps_of(block_m: int) -> int:
     return max(4, block_m // 16)
 
 
-@gluon.jit(do_not_specialize=["rows", "scale_stride"])
+@gluon.jit(do_not_specialize=["rows", "scale_stride", "rounded_stride"])
 def streamed_kernel(
     x_strips: tma.tensor_descriptor,
     weights_0: tma.tensor_descriptor,
@@ -334,6 +340,10 @@ def streamed_kernel(
     row_scales: gl.tensor | None,
     weight_scales: gl.tensor | None,
     scale_stride: gl.tensor | None,
+    rounded_scales: gl.tensor | None,
+    rounded_stride: gl.tensor | None,
+    input_scale: gl.tensor | None,
+    like: gl.tensor | None,
     chunks: gl.constexpr,
     pieces: gl.constexpr,
     ring: gl.constexpr,
@@ -355,6 +365,9 @@ def streamed_kernel(
     `weight_scales` for each strip and `scale_rows` outputs, or, with 0, one an output. If it
     `swaps`, weights are the matrix units' lines, of which these always multiply 64, and rows their
     columns: so few rows cost no products of lines that nobody stores.
+
+    With `rounded_scales`, the product, rounded as the elements of `like` are, is a block of 128
+    outputs that the next product takes in FP8: by a scale for each row, or `input_scale`.
     """
     if overlap:
         gdc_launch_dependents()
@@ -479,6 +492,16 @@ def streamed_kernel(
         elif squared:
             y = gl.maximum(y, 0.0)
             y = y * y
+        if rounded_scales is not None:
+            y = round_to(y, like.dtype.element_ty)
+            y, scale = round_outputs(y, input_scale, grid, pieces[piece])
+            line_of = gl.arange(0, lines, layout=side_of_sums(grid, pieces[piece], 1, "rows"))
+            row_of = line_of + first_row
+            gl.store(
+                rounded_scales + first // 128 * rounded_stride + row_of,
+                scale,
+                mask=(line_of < block_m) & (row_of < rows),
+            )
         exists = (line < block_m) & (row < rows) & (place < n)
         gl.store(out + (part * rows + row) * n + place, y.to(out.dtype.element_ty), mask=exists)
 

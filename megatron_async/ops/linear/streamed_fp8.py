@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import triton
 from torch import Tensor
@@ -14,6 +15,7 @@ from megatron_async.ops.linear.product_kernel import (
     Problem,
     ProductKernel,
     Rounding,
+    Wants,
     check_copied,
 )
 from megatron_async.ops.linear.quantised_weight import BLOCK, QuantisedWeight
@@ -118,11 +120,12 @@ def streamed_fp8_product(
     bias: Tensor | None,
     activation: Activation,
     plan: StreamedPlan,
+    rounded: RoundedRows | None = None,
 ) -> Tensor:
     """`product` of rows that are rounded to FP8 by a weight in FP8, by a given plan, on a GPU with
     warpgroups (Hopper); partial sums if it splits. The norm of a `Stream` is done first."""
     rows, given = rounded_of(x, weight, bias, activation)
-    return multiply(rows, weight, bias, activation, plan, given)
+    return multiply(rows, weight, bias, activation, plan, given, rounded)
 
 
 def rounded_of(
@@ -132,11 +135,13 @@ def rounded_of(
     activation: Activation,
     multiple: int = 1,
 ) -> tuple[RoundedRows, Operands]:
-    """Rows as products take them, a multiple of so many; the norm of a `Stream` is done first, and
-    its total set."""
+    """Rows as products take them, a multiple of so many unless they are there; the norm of a
+    `Stream` is done first, and its total set."""
     if not isinstance(x, Stream):
         given = Operands(x, weight, bias, activation)
         return round_rows(x, weight.input_scale, multiple), given
+    if x.rounded is not None:
+        return x.rounded, Operands(x, weight, bias, activation)
     rows, x.total = add_rms_norm_rounded(*x.norm_arguments, weight.input_scale, multiple)
     return rows, Operands(x.total, weight, bias, activation)
 
@@ -148,8 +153,9 @@ def multiply(
     activation: Activation,
     plan: StreamedPlan,
     given: Operands,
+    rounded: RoundedRows | None = None,
 ) -> Tensor:
-    """The product of rounded rows."""
+    """The product of rounded rows; its own are rounded too, if there is a place for them."""
     check_copied("streamed_fp8_product", x.codes, weight.codes)
     height = sum(plan.pieces)
     lines = 16 * (plan.warps or 4)
@@ -159,14 +165,26 @@ def multiply(
             f"streamed_fp8_product: tiles have at most {MOST_HEIGHT} outputs, and are one piece of "
             f"whole {lines} lines where they are swapped; found {plan.pieces}."
         )
+    out: Tensor | None = None
+    rounding: Any = (None,) * 4
+    if rounded is not None:
+        if not rounds_outputs(plan, given.outputs) or plan.splits > 1:
+            raise ValueError(
+                f"streamed_fp8_product: {given.outputs} outputs by tiles of {plan.pieces} and "
+                f"{plan.splits} shares are not rounded; tiles must be blocks of {BLOCK}."
+            )
+        out = rounded.codes
+        rounding = rounded.scales, rounded.scales.size(1), rounded.input_scale, given.rows
     return launch_streamed(
-        x.codes,
+        x.codes[: len(given.rows)],
         weight.codes,
         bias,
         activation,
         plan,
         given,
         (x.scales, weight.scales, x.scales.size(1)),
+        out,
+        rounding,
         blocks=weight.size(1) // BLOCK,
         scale_rows=weight.form.rows if weight.form.inputs else 0,
         one_block=weight.form.rows > 1
@@ -176,10 +194,20 @@ def multiply(
     )
 
 
+def rounds_outputs(plan: StreamedPlan, outputs: int) -> bool:
+    """Whether each program has a whole block of outputs."""
+    return plan.pieces == (BLOCK,) and outputs % BLOCK == 0
+
+
+def _served(problem: Problem, _wants: Wants, plan: StreamedPlan) -> set[str]:
+    rounds = rounds_outputs(plan, problem.outputs)
+    return {"activation", "norm", "norm of parts", *(["rounded"] if rounds else [])}
+
+
 STREAMED_FP8 = ProductKernel(
     "streamed, FP8",
     streamed_fp8_plan,
-    lambda *_: {"activation", "norm", "norm of parts"},
+    _served,
     streamed_fp8_product,
     BY_BLOCKS,
 )

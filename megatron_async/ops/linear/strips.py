@@ -24,7 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from megatron_async.ops.linear.qkv_places import split_pairs
+from megatron_async.ops.linear.quantised_weight import E4M3_MAX, LEAST_MAXIMUM
 
+LARGEST, LEAST = gl.constexpr(E4M3_MAX), gl.constexpr(LEAST_MAXIMUM)
 LINE_BYTES = gl.constexpr(128)
 """Bytes of a line in shared memory: what the matrix units' pattern of lines repeats."""
 
@@ -100,6 +102,23 @@ def split_halves(
     else:
         gate, up = split_pairs(y, lines, piece, sums_layout(grid, piece, 1))
     return gate, up
+
+
+@gluon.jit
+def round_outputs(
+    y: gl.tensor, input_scale: gl.tensor | None, grid: gl.constexpr, piece: gl.constexpr
+) -> tuple[gl.tensor, gl.tensor]:
+    """Codes of a piece's outputs, a block, and of each row its scale: `round_blocks` in Gluon."""
+    axis: gl.constexpr = 0 if grid[3] > 0 else 1
+    if input_scale is None:
+        scale = gl.maximum(gl.max(gl.abs(y), axis), LEAST) / LARGEST
+    else:
+        lines: gl.constexpr = y.shape[1 - axis]
+        scale = gl.full([lines], 0.0, gl.float32, side_of_sums(grid, piece, 1, "rows"))
+        scale = scale + gl.load(input_scale)
+    y = gl.div_rn(y, gl.zeros_like(y) + over_outputs(scale, grid))
+    y = gl.minimum(gl.maximum(y, -LARGEST), LARGEST)
+    return y.to(gl.float8e4nv), scale
 
 
 @gluon.jit

@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.functional import ScalingType
 
 from megatron_async.ops.linear import scaled_products
+from megatron_async.ops.linear.product_ends import end_product
 from megatron_async.ops.linear.product_kernel import Wants
 from megatron_async.ops.linear.products import WeightShape, choose, product_gpu
+from megatron_async.ops.linear.quantised_weight import quantise_rows
+from megatron_async.ops.linear.rounded_rows import new_rounded
 from megatron_async.ops.linear.scaled_products import PLAN, SCALED, scaled_product, scales_of
 from megatron_async.ops.linear.stream import Stream
 from tests.unit_tests.ops.linear.test_products import BRAIN, assert_close, random
@@ -17,6 +21,7 @@ from tests.unit_tests.ops.linear.test_streamed_fp8 import (
     on_a_cpu,
     weight_of,
 )
+from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT
 
 
 @pytest.mark.parametrize(
@@ -60,6 +65,11 @@ def test_rows_are_padded(form, monkeypatch):
         rows = torch.cat((x, torch.full((3, x.size(1)), torch.nan, dtype=x.dtype)))
         return on_a_cpu(rows, input_scale)
 
+    def ended(y, factors, bias, activation, rounded):
+        y = y.float() * factors[:, 0]
+        return y if bias is None else y + bias
+
+    monkeypatch.setattr(scaled_products, "end_product", ended)
     monkeypatch.setattr(scaled_products.F, "scaled_mm", multiply)
     monkeypatch.setattr("megatron_async.ops.linear.streamed_fp8.round_rows", padded)
     weight = weight_of(128, 256, FORMS[form], "cpu")
@@ -74,8 +84,40 @@ def test_which_products_are_scaled():
         wants = Wants(257 if split else 129, norm=True, activation=activation, split=split)
         kernel, _plan, met = choose(shape, wants)
         assert kernel is SCALED
-        assert met == wants._replace(activation="")
+        assert met == wants
     assert choose(shape._replace(outputs=4104), Wants(129)).kernel is not SCALED
+
+
+@pytest.mark.parametrize(
+    ("activation", "has_factors", "has_bias", "rounds"),
+    [
+        ("", True, True, None),
+        ("swiglu", True, True, None),
+        ("swiglu", False, False, "own"),
+        ("squared_relu", True, False, "file"),
+    ],
+)
+def test_the_end_of_a_product(activation, has_factors, has_bias, rounds, device):
+    rows, outputs = 5, 1216  # the last block is half of one
+    width, dtype = 2 * outputs if activation == "swiglu" else outputs, EXACT_16_BIT[-1]
+    y = random(rows, width + 8, dtype=dtype, device=device)[:, :width]
+    factors = torch.rand(width, 1, device=device) if has_factors else None
+    bias = random(width, dtype=dtype, device=device) if has_bias else None
+    exact = y.double() * (1 if factors is None else factors[:, 0]) + (bias if has_bias else 0)
+    if activation:
+        gate, up = exact.chunk(2, 1) if activation == "swiglu" else (exact, None)
+        exact = F.relu(exact) ** 2 if up is None else F.silu(gate) * up
+    if rounds is None:
+        found = end_product(y, factors, bias, activation)
+        assert (found.data_ptr() == y.data_ptr()) == (not activation)
+        assert_close(found, exact, dtype)
+        return
+    scale = torch.tensor(0.01, device=device) if rounds == "file" else None
+    rounded = new_rounded(rows, outputs, torch.device(device), 4, scale)
+    end_product(y, factors, bias, activation, rounded)
+    codes, scales = quantise_rows(end_product(y, factors, bias, activation), scale)
+    assert torch.equal(rounded.codes[:rows].float(), codes.float())
+    assert torch.equal(rounded.scales[:, :rows].T, scales)
 
 
 @pytest.mark.parametrize("rows", [64, 256])

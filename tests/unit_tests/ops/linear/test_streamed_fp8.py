@@ -17,8 +17,9 @@ from megatron_async.ops.linear.quantised_weight import (
     QuantisedWeight,
     quantise_rows,
 )
-from megatron_async.ops.linear.rounded_rows import RoundedRows, round_rows
+from megatron_async.ops.linear.rounded_rows import RoundedRows, new_rounded, round_rows
 from megatron_async.ops.linear.scaled_products import SCALED
+from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.linear.streamed import (
     HALVES_OF_FP8,
     MOST_PIECES,
@@ -37,6 +38,7 @@ from tests.unit_tests.ops.linear.test_products import BRAIN, assert_close, rando
 from tests.unit_tests.ops.linear.test_resident_kernel import HOPPER, TOOLS, spilled_bytes
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
+CPU = torch.device("cpu")
 FORMS = {
     "blocks": Form("FP8", BLOCK, BLOCK, rounds_rows=True),
     "rows of blocks": Form("FP8", 1, BLOCK, rounds_rows=True),
@@ -132,6 +134,43 @@ def test_emulated(rows, n, k, plan, form, activation, emulated):
     check(rows, n, k, plan, form, activation, "cpu")
 
 
+def check_rounded(rows, k, plan, activation, has_scale, device):
+    """As by a kernel of their own, from the model's dtype."""
+    weight = weight_of(256 * (2 if activation == "swiglu" else 1), k, FORMS["blocks"], device)
+    x = random(rows, k, dtype=BRAIN, device=device)
+    plain = streamed_fp8_product(x, weight, None, activation, plan)
+    input_scale = torch.tensor(0.003, device=device) if has_scale else None
+    rounded = new_rounded(rows, 256, torch.device(device), 4, input_scale)
+    streamed_fp8_product(x, weight, None, activation, plan, rounded)
+    codes, scales = quantise_rows(plain, input_scale)
+    assert torch.equal(rounded.codes[:rows].float(), codes.float())
+    assert torch.equal(rounded.scales[:, :rows].T, scales)
+    behind = weight_of(64, 256, FORMS["outputs"], device)
+    after = StreamedPlan((64,), 1, 1, 2, 8 if rows < 9 else 128)
+    stream = Stream(rounded.codes[:rows], rounded=rounded)
+    found = streamed_fp8_product(stream, behind, None, "", after)
+    assert found.dtype == BRAIN
+    exact = F.linear(codes.double() * scales.repeat_interleave(128, 1), behind.values().double())
+    assert_close(found, exact, BRAIN)
+
+
+ROUNDED = [
+    (3, 384, StreamedPlan((128,), 1, 1, 2, 8, warps=8, swaps=True), "swiglu", False),
+    (20, 384, StreamedPlan((128,), 1, 1, 2, 32, warps=8, swaps=True), "", True),
+    (33, 256, StreamedPlan((128,), 1, 1, 2, 64, warps=8), "swiglu", False),
+    (70, 256, StreamedPlan((128,), 1, 1, 2, 64, warps=8, row_blocks=2), "squared_relu", False),
+]
+
+
+@pytest.mark.parametrize("case", ROUNDED)
+def test_emulated_rounded_outputs(case, emulated):
+    check_rounded(*case, "cpu")
+    plan = StreamedPlan((64,), 1, 1, 2, 8)
+    weight, rounded = weight_of(64, 256, FORMS["blocks"], "cpu"), new_rounded(1, 64, CPU, 1)
+    with pytest.raises(ValueError, match=r"64 outputs by tiles of \(64,\) .* are not rounded"):
+        streamed_fp8_product(random(1, 256, dtype=BRAIN), weight, None, "", plan, rounded)
+
+
 def check_partial_sums(device):
     weight, x = weight_of(96, 896, FORMS["blocks"], device), random(3, 896, dtype=BRAIN)
     x = x.to(device)
@@ -156,13 +195,16 @@ def test_a_scale_of_the_file_for_all_rows(emulated):
     assert not torch.allclose(found.double(), x.double() @ weight.values().double().T, rtol=0.05)
 
 
-def compiled(rows, outputs, k, activation, split, form):
+def compiled(rows, outputs, k, activation, split, form, rounds=False):
     plan, (scale_rows, inputs) = plan_of(rows, outputs, k, activation, split), FORMS[form][1:3]
     chunks, gated = chunks_per_share(k, plan, 128), activation == "swiglu"
     constants = {"chunks": chunks, "pieces": plan.pieces, "ring": min(plan.ring, chunks)}
     constants |= {"rounds": False, "gated": gated, "squared": False, "has_bias": False}
     constants |= {"overlap": True, "blocks": k // BLOCK, "one_block": inputs > 0}
     constants |= {"scale_rows": scale_rows if inputs else 0, "swaps": plan.swaps}
+    if not rounds:
+        constants |= {"rounded_scales": None, "rounded_stride": None, "like": None}
+    constants |= {"input_scale": None}
     sizes = sorted(set(plan.pieces), reverse=True)
     sizes += sizes[-1:] * (MOST_PIECES - len(sizes))
     blocks = [([plan.strips, plan.block_m, 128], STRIPS_OF_FP8)]
@@ -172,8 +214,9 @@ def compiled(rows, outputs, k, activation, split, form):
         name: f"tensordesc<fp8e4nv{block},{layout!r}>"
         for name, (block, layout) in zip(names, blocks, strict=False)
     }
-    types |= dict.fromkeys(("rows", "n", "scale_stride"), "i32")
-    types |= dict.fromkeys(("row_scales", "weight_scales"), "*fp32") | {"bias": "*fp8e4nv"}
+    types |= dict.fromkeys(("rows", "n", "scale_stride", "rounded_stride"), "i32")
+    types |= dict.fromkeys(("row_scales", "weight_scales", "rounded_scales"), "*fp32")
+    types |= {"bias": "*fp8e4nv", "out": "*fp8e4nv" if rounds else "*bf16"}
     signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
     source = GluonASTSource(streamed.streamed_kernel, signature, constants, {})
     options = {"num_warps": plan.warps or warps_of(plan.block_m), "launch_pdl": True}
@@ -181,10 +224,12 @@ def compiled(rows, outputs, k, activation, split, form):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
-@pytest.mark.parametrize(("rows", "weight", "form"), [(64, 2, "blocks"), (200, 1, "outputs")])
+@pytest.mark.parametrize(
+    ("rows", "weight", "form"), [(64, 2, "blocks"), (200, 1, "outputs"), (16, 2, "blocks")]
+)
 def test_compiled(rows, weight, form, tmp_path):
     """A product is waited for once: the compiler lets one run while the one before is promoted."""
-    kernel, plan = compiled(rows, *LLAMA[weight], form)
+    kernel, plan = compiled(rows, *LLAMA[weight], form, rounds=weight == 2)
     (tmp_path / "kernel.cubin").write_bytes(kernel.asm["cubin"])
     command = [TOOLS / "nvdisasm", "-c", tmp_path / "kernel.cubin"]
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -200,6 +245,10 @@ class TestOnGpu:
     @pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
     def test_small_shapes(self, rows, n, k, plan, form, activation):
         check(rows, n, k, plan, form, activation, "cuda")
+
+    @pytest.mark.parametrize("case", ROUNDED)
+    def test_rounded_outputs(self, case):
+        check_rounded(*case, "cuda")
 
     def test_partial_sums(self):
         check_partial_sums("cuda")
@@ -231,7 +280,9 @@ def test_which_products_are_streamed():
         for rows in (1, 16, 64, 128, 256):
             wants = Wants(rows, norm=True, activation=activation, split=split)
             shape = WeightShape(outputs, k, BRAIN, form=FORMS["blocks"])
-            kernel, plan, met = choose(shape, wants)
+            kernel, plan, met = choose(shape, wants._replace(rounded=bool(activation)))
+            assert met.rounded == bool(activation)
+            met = met._replace(rounded=False)
             if (rows > 64 and activation) or (rows > 128 and not split):
                 assert kernel is SCALED
                 continue

@@ -175,7 +175,7 @@ def compiled(k, gated, plan):
         for name, (block, layout) in zip(names, blocks, strict=False)
     }
     types |= dict.fromkeys(("rows", "n"), "i32")
-    constants |= {"row_scales": None, "weight_scales": None, "scale_stride": None}
+    constants |= dict.fromkeys(streamed.streamed_kernel.arg_names[8:15])  # of FP8
     constants |= {"blocks": 0, "scale_rows": 0, "one_block": False, "swaps": False}
     signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
     source = GluonASTSource(streamed.streamed_kernel, signature, constants, {})
