@@ -35,9 +35,9 @@ from megatron_async.ops.linear.strips import LINE_BYTES
 LEAST_HEIGHT, MOST_HEIGHT = 16, 128
 """Outputs of a tile. Higher ones need more registers than a thread has."""
 SPLIT_HEIGHT = 64
-"""Outputs of a tile of a product whose inputs are split, of more than `FEW_ROWS` rows: their
-partial sums are many bytes."""
-FEW_ROWS = 16
+"""Outputs of a tile of a product whose inputs are split, of more than `ONE_WARPGROUP` rows: their
+partial sums are many bytes. Up to 64 rows higher ones make a layer of Llama-3.1-8B's shape 84
+instead of 89 us (docs/records/products.md, 2026-11-29)."""
 SPLIT_ROWS = 2 * STREAMED_ROWS
 """Most rows of such a product, in two blocks. cuBLASLt splits none: 256 rows by 4,096 outputs of
 14,336 inputs take it 50 us, as 512 do."""
@@ -46,6 +46,9 @@ ENOUGH_PROGRAMS = 90
 outputs of 4,096 took 10.0 us for 64 rows, 128 of 48 outputs 12.9."""
 LEAST_STRIPS = 8
 """Fewest strips of a share."""
+LEAST_CHUNKS = 3
+"""Fewest chunks of two strips in a ring of at most 64 rows: SwiGLU's of 1 and 16 rows then takes 2
+and 3 us less than with 6 of one strip."""
 COLUMNS = 64
 """Sums of a row that a warpgroup multiplies at once: a thread holds the products of two pieces, and
 all sums."""
@@ -77,7 +80,7 @@ def streamed_fp8_plan(problem: Problem) -> StreamedPlan | None:
     block_m = min(max(LEAST_ROWS, triton.next_power_of_2(rows)), STREAMED_ROWS)
     if may_split:
         row_blocks = triton.cdiv(rows, block_m)
-        height = SPLIT_HEIGHT if FEW_ROWS < rows <= STREAMED_ROWS else MOST_HEIGHT
+        height = SPLIT_HEIGHT if ONE_WARPGROUP < rows <= STREAMED_ROWS else MOST_HEIGHT
         programs = triton.cdiv(outputs, height) * row_blocks
         splits = min(PROCESSORS // programs, k // BLOCK // LEAST_STRIPS)
         if splits > 1:
@@ -108,7 +111,8 @@ def layout(height: int, splits: int, block_m: int, gated: bool, k: int) -> Strea
     strip_bytes = (block_m + height * halves) * LINE_BYTES.value
     behind = 0 if swaps else max(ONE_WARPGROUP - block_m, 0)
     room = MORE_SHARED_MEMORY - behind * LINE_BYTES.value
-    strips = 2 if room // (2 * strip_bytes) >= 4 else 1
+    least = LEAST_CHUNKS if block_m <= ONE_WARPGROUP else LEAST_CHUNKS + 1
+    strips = 2 if room // (2 * strip_bytes) >= least else 1
     chunks = triton.cdiv(triton.cdiv(k, BLOCK * strips), splits)
     ring = max(2, min(room // (strips * strip_bytes), chunks))
     return StreamedPlan(tuple(pieces), splits, strips, ring, block_m, warps=warps, swaps=swaps)
