@@ -267,7 +267,7 @@ class Program:
             NVMMASharedLayout=_none, num_warps=lambda: 4,
             zeros=lambda shape, dtype, layout: torch.zeros(shape), sum=torch.sum,
             thread_barrier=_none, atomic_add=_atomic_add,
-            abs=torch.abs, div_rn=torch.div,
+            div_rn=torch.div,
             convert_layout=lambda value, layout: value, split=lambda value: value.unbind(-1),
         )  # fmt: skip
         return {
