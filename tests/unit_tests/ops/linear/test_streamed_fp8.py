@@ -135,7 +135,7 @@ def test_emulated(rows, n, k, plan, form, activation, emulated):
 
 
 def check_rounded(rows, k, plan, activation, has_scale, device):
-    """As by a kernel of their own, from the model's dtype."""
+    """Rows are those that a kernel of their own would round from the model's dtype."""
     weight = weight_of(256 * (2 if activation == "swiglu" else 1), k, FORMS["blocks"], device)
     x = random(rows, k, dtype=BRAIN, device=device)
     plain = streamed_fp8_product(x, weight, None, activation, plan)
