@@ -25,7 +25,14 @@ from megatron_async.ops.dependent_launch import launch_options, wait_for_previou
 from megatron_async.ops.experts.expert_plan import ExpertPlan, ProductPlan, plan_experts
 from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.experts.expert_sort import SortedPairs, sort_pairs
-from megatron_async.ops.linear.activations import round_to, squared_relu, swiglu
+from megatron_async.ops.linear.activations import (
+    SWIGLU,
+    Gating,
+    round_to,
+    squared_relu,
+    swiglu,
+    unit_of,
+)
 from megatron_async.ops.linear.cpu.grouped_weight import GroupedExperts
 from megatron_async.ops.linear.load_tile import (
     check_kept,
@@ -50,6 +57,9 @@ def expert_mlp(
     fc2: ExpertWeight,
     first_expert: int,
     num_experts: int,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    gating: Gating = SWIGLU,
 ) -> Tensor:
     """For each token the weighted sum of the outputs of its experts on this rank.
 
@@ -63,6 +73,11 @@ def expert_mlp(
         fc2: `[local experts, hidden, ffn]`, the same.
         first_expert: number of the first expert here.
         num_experts: how many there are everywhere.
+        bias1: `[local experts, 2 * ffn]` or `[local experts, ffn]`, added to the first products;
+            contiguous; or None.
+        bias2: `[local experts, hidden]`, added to the second ones before they are weighted; None
+            too where another tensor-parallel rank adds it.
+        gating: what stands for SwiGLU.
 
     Returns:
         `[tokens, hidden]`, contiguous.
@@ -71,10 +86,9 @@ def expert_mlp(
         ValueError: shapes, dtypes or strides do not fit.
     """
     fc1, fc2 = _plain(fc1), _plain(fc2)
-    _check(x, routing, fc1, fc2)
+    _check(x, routing, fc1, fc2, bias1, bias2)
     tokens, topk = routing.experts.shape
-    local = fc1.size(0)
-    activation = squared_relu.reference if fc1.size(1) == fc2.size(2) else swiglu.reference
+    local, gated = fc1.size(0), fc1.size(1) != fc2.size(2)
     expert = routing.experts.flatten() - first_expert
     expert = expert.where((expert >= 0) & (expert < local), local)
     order = expert.argsort(stable=True)
@@ -85,8 +99,10 @@ def expert_mlp(
     for number, count in enumerate(counts[:local]):
         if count:
             pairs = order[start : start + count]
-            activated = activation(F.linear(x[pairs // topk], fc1[number]))
-            outputs[pairs] = F.linear(activated, fc2[number]).float() * weights[pairs]
+            b1, b2 = (None if bias is None else bias[number] for bias in (bias1, bias2))
+            inner = F.linear(x[pairs // topk], fc1[number], b1)
+            inner = swiglu.reference(inner, gating) if gated else squared_relu.reference(inner)
+            outputs[pairs] = F.linear(inner, fc2[number], b2).float() * weights[pairs]
         start += count
     return outputs.view(tokens, topk, x.size(1)).sum(1).to(x.dtype)
 
@@ -104,6 +120,9 @@ def expert_mlp_gpu(
     fc2: ExpertWeight,
     first_expert: int,
     num_experts: int,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    gating: Gating = SWIGLU,
     as_trained: bool = False,
 ) -> Tensor:
     """`as_trained`: rounded, weighted and added up where Megatron's training does."""
@@ -113,7 +132,8 @@ def expert_mlp_gpu(
     gated = fc1.size(1) != fc2.size(2)
     form = fc1.form if isinstance(fc1, QuantisedWeight) else None
     plan = plan_experts(routing.experts.numel(), num_experts, x.element_size(), gated, form)
-    return expert_mlp_by_plan(x, routing, fc1, fc2, first_expert, plan, as_trained)
+    more = bias1, bias2, gating
+    return expert_mlp_by_plan(x, routing, fc1, fc2, first_expert, plan, as_trained, *more)
 
 
 expert_mlp.gpu(expert_mlp_gpu)
@@ -128,10 +148,13 @@ def expert_mlp_by_plan(
     first_expert: int,
     plan: ExpertPlan,
     as_trained: bool = False,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    gating: Gating = SWIGLU,
 ) -> Tensor:
     """`expert_mlp` by a given plan, whose tiles have one height."""
     fc1, fc2 = _kept_or_widened(fc1, fc2, as_trained)
-    _check(x, routing, fc1, fc2)
+    _check(x, routing, fc1, fc2, bias1, bias2)
     if plan.up.block_m != plan.down.block_m:
         raise ValueError(f"expert_mlp: both products walk over the same tiles; found {plan}.")
     tokens, hidden = x.shape
@@ -146,9 +169,10 @@ def expert_mlp_by_plan(
         if isinstance(weight, QuantisedWeight):
             check_kept("expert_mlp", rows, weight)
     sort = sort_pairs(routing, first_expert, local, plan.up.block_m)
-    _product(x, fc1, activated, routing, sort, topk, plan.up, gated, not gated, as_trained)
+    follows = gating if gated else None, not gated
+    _product(x, fc1, bias1, activated, routing, sort, topk, plan.up, *follows, as_trained)
     outputs = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
-    _product(activated, fc2, outputs, routing, sort, 1, plan.down, False, False, as_trained)
+    _product(activated, fc2, bias2, outputs, routing, sort, 1, plan.down, None, False, as_trained)
     combine_kernel[(tokens, triton.cdiv(hidden, COMBINE_BLOCK))](
         outputs,
         routing.experts,
@@ -182,17 +206,18 @@ def _kept_or_widened(
 def _product(
     x: Tensor,
     weight: Tensor | QuantisedWeight,
+    bias: Tensor | None,
     out: Tensor,
     routing: Routing,
     sort: SortedPairs,
     pairs_per_row: int,
     plan: ProductPlan,
-    gated: bool,
+    gating: Gating | None,
     squared: bool,
     as_trained: bool,
 ) -> None:
-    """One grouped product: SwiGLU follows if `gated`, squared ReLU if `squared`, else the pairs'
-    weights."""
+    """One grouped product and its bias: a gated unit follows if there is a `gating`, squared ReLU
+    if `squared`, else the pairs' weights."""
     n = out.size(1)
     numbers, kept = kept_operands(weight)
     grid = (sort.most_tiles * triton.cdiv(n, plan.block_n),)
@@ -206,6 +231,7 @@ def _product(
         *sort,
         out.size(0),
         sort.most_tiles,
+        bias,
         **kept,
         n=n,
         k=x.size(1),
@@ -216,7 +242,7 @@ def _product(
         last_n=plan.last_n(n),
         block_k=plan.block_k,
         shares=plan.shares,
-        gated=gated,
+        gating=gating,
         squared=squared,
         as_trained=as_trained,
         halves=plan.trimmed,
@@ -228,7 +254,11 @@ def _product(
 
 
 def _check(
-    x: Tensor, routing: Routing, fc1: Tensor | QuantisedWeight, fc2: Tensor | QuantisedWeight
+    x: Tensor,
+    routing: Routing,
+    fc1: Tensor | QuantisedWeight,
+    fc2: Tensor | QuantisedWeight,
+    *biases: Tensor | None,
 ) -> None:
     experts, hidden, ffn = fc2.shape
     known = (experts, 2 * ffn, hidden), (experts, ffn, hidden)
@@ -245,6 +275,12 @@ def _check(
         )
     if not (fc1.is_contiguous() and fc2.is_contiguous()):
         raise ValueError("expert_mlp: the weights must be contiguous: call .contiguous().")
+    for bias, weight in zip(biases, (fc1, fc2), strict=True):
+        if bias is not None and (bias.shape != weight.shape[:2] or not bias.is_contiguous()):
+            raise ValueError(
+                f"expert_mlp: the bias of a weight {tuple(weight.shape)} must be "
+                f"{tuple(weight.shape[:2])}, contiguous; found {tuple(bias.shape)}."
+            )
     if routing.experts.shape != routing.weights.shape or len(routing.experts) != len(x):
         raise ValueError(
             f"expert_mlp: {len(x)} tokens, but experts {tuple(routing.experts.shape)} and weights "
@@ -254,11 +290,12 @@ def _check(
 
 @triton.jit
 def activated_sums(
-    sums: tl.tensor, up_sums: tl.tensor, gated: tl.constexpr, squared: tl.constexpr
+    sums: tl.tensor, up_sums: tl.tensor, gating: tl.constexpr, squared: tl.constexpr
 ) -> tl.tensor:
-    """SwiGLU of float32 sums and those of the up rows if `gated`, squared ReLU if `squared`."""
-    if gated:
-        sums = sums * tl.sigmoid(sums) * up_sums
+    """A gated unit of float32 sums and those of the up rows if there is a `gating`, squared ReLU if
+    `squared`."""
+    if gating is not None:
+        sums = unit_of(sums, up_sums, gating)
     elif squared:
         sums = tl.maximum(sums, 0.0)
         sums = sums * sums
@@ -274,13 +311,16 @@ def _product_tile(
     block_n: tl.constexpr,
 ) -> None:
     """The first `block_m` pairs of a tile times `block_n` rows of one expert's weight."""
-    x, x_stride, weight, out, pair_weights, pair_weights_stride, tile_pairs, pairs, kept = tensors
+    x, x_stride, weight, out, pair_weights, pair_weights_stride, tile_pairs, pairs, kept, bias = (
+        tensors
+    )
     n: tl.constexpr = sizes[0]
     k: tl.constexpr = sizes[1]
     topk: tl.constexpr = sizes[2]
     pairs_per_row: tl.constexpr = sizes[3]
     block_k: tl.constexpr = sizes[4]
-    gated: tl.constexpr = sizes[5]
+    gating: tl.constexpr = sizes[5]
+    gated: tl.constexpr = gating is not None
     squared: tl.constexpr = sizes[6]
     as_trained: tl.constexpr = sizes[7]
     form: tl.constexpr = sizes[8]
@@ -315,13 +355,22 @@ def _product_tile(
             if gated:
                 u = tl.load(cells + n * k + at, mask=cell_mask, other=0.0)
                 up_sums = tl.dot(v, tl.trans(u), up_sums, input_precision="ieee")
+    is_weighted: tl.constexpr = (gated or squared) == as_trained
+    if is_weighted or bias is not None:
+        place = (pair // topk) * pair_weights_stride + pair % topk
+        share = tl.load(pair_weights + place, mask=real, other=0.0)
+    if bias is not None:
+        added = tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
+        # What was weighted before the second product takes its weighted bias.
+        sums += added if is_weighted or gated or squared else added * share[:, None]
+        if gated:
+            further = tl.load(bias + n + column, mask=column < n, other=0.0).to(tl.float32)
+            up_sums += further[None, :]
     if as_trained:
         sums = round_to(sums, out.dtype.element_ty)
         up_sums = round_to(up_sums, out.dtype.element_ty)
-    sums = activated_sums(sums, up_sums, gated, squared)
-    if (gated or squared) == as_trained:
-        place = (pair // topk) * pair_weights_stride + pair % topk
-        share = tl.load(pair_weights + place, mask=real, other=0.0)
+    sums = activated_sums(sums, up_sums, gating, squared)
+    if is_weighted:
         sums = sums * share[:, None]
     target = out + pair.to(tl.int64)[:, None] * n + column[None, :]
     tl.store(target, sums.to(out.dtype.element_ty), mask=is_row & (column < n)[None, :])
@@ -359,6 +408,7 @@ def grouped_product_kernel(
     sorted_pairs: tl.tensor,
     pairs: tl.tensor,
     max_tiles: tl.tensor,
+    bias: tl.tensor | None,
     kept: tl.tuple | None,
     form: tl.constexpr,
     n: tl.constexpr,
@@ -370,7 +420,7 @@ def grouped_product_kernel(
     last_n: tl.constexpr,
     block_k: tl.constexpr,
     shares: tl.constexpr,
-    gated: tl.constexpr,
+    gating: tl.constexpr,
     squared: tl.constexpr,
     as_trained: tl.constexpr,
     halves: tl.constexpr,
@@ -379,7 +429,7 @@ def grouped_product_kernel(
 ) -> None:
     """One tile of pairs times `block_n` rows of its expert's weight, `last_n` at their end.
 
-    What follows is SwiGLU if `gated`, squared ReLU if `squared`, else the pairs' weights; if
+    What follows is a unit if `gating`, squared ReLU if `squared`, else the pairs' weights; if
     `as_trained` the product is rounded, and the weights follow the activation instead. Row of
     pair p is p // pairs_per_row. Neighbouring programs have one weight tile and all pair tiles, so
     that a weight is read from memory once, or, if `by_rows`, one pair tile and all weight tiles. If
@@ -394,7 +444,7 @@ def grouped_product_kernel(
         tile = tl.program_id(0) % max_tiles
         nth = tl.program_id(0) // max_tiles
     if tile < tl.load(num_tiles):
-        height: tl.constexpr = 2 * n if gated else n
+        height: tl.constexpr = 2 * n if gating is not None else n
         expert = tl.load(tile_experts + tile).to(tl.int64)
         if form is None:
             own, of_expert = weight + expert * (height * k), kept
@@ -403,11 +453,15 @@ def grouped_product_kernel(
             own = weight + expert * (height * width)
             of_expert = kept_of_matrix(kept, expert, height, k, form)
         tile_pairs = sorted_pairs + tile * block_m
+        own_bias = bias
+        if bias is not None:
+            own_bias = bias + expert * height
         tensors = (
-            x, x_stride, own, out, pair_weights, pair_weights_stride, tile_pairs, pairs, of_expert
+            x, x_stride, own, out, pair_weights, pair_weights_stride, tile_pairs, pairs, of_expert,
+            own_bias,
         )  # fmt: skip
         sizes: tl.constexpr = (
-            n, k, topk, pairs_per_row, block_k, gated, squared, as_trained, form, shares, overlap
+            n, k, topk, pairs_per_row, block_k, gating, squared, as_trained, form, shares, overlap
         )  # fmt: skip
         if halves:
             if tl.load(tile_pairs + block_m // 2) >= pairs:

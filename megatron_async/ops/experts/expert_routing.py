@@ -66,6 +66,7 @@ def route(
     sigmoid: bool = False,
     bias: Tensor | None = None,
     scale: float = 1.0,
+    logit_bias: Tensor | None = None,
 ) -> Routing:
     """Choose experts.
 
@@ -82,12 +83,13 @@ def route(
             divided by their sum, and `pre_softmax` is not read.
         bias: float32 `[experts]`, contiguous, added to the sigmoids for the choice; or None.
         scale: weights are multiplied by it at last.
+        logit_bias: `[experts]`, contiguous, the linear layer's own bias; or None.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit; a bias of softmax scores.
     """
-    _check(x, weight, topk, sigmoid, bias)
-    logits = x.float() @ weight.float().t()
+    _check(x, weight, topk, sigmoid, bias, logit_bias)
+    logits = _logits(x, weight, logit_bias)
     scores = logits.sigmoid() if sigmoid else logits
     preferred = scores if bias is None else scores + bias
     experts = preferred.sort(dim=1, descending=True, stable=True).indices[:, :topk]
@@ -98,6 +100,11 @@ def route(
         real[: len(places), 0] = places != dummy_place
         experts, weights = experts.where(real, NO_EXPERT), weights.where(real, 0.0)
     return Routing(experts.contiguous(), weights.contiguous())
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    logits = x.float() @ weight.float().t()
+    return logits if bias is None else logits + bias.float()
 
 
 def _weights_of(
@@ -121,6 +128,7 @@ def force_routing(
     pre_softmax: bool,
     sigmoid: bool,
     scale: float,
+    logit_bias: Tensor | None = None,
 ) -> Routing:
     """Send tokens to given experts, in plain torch on any device; their weights follow from the
     scores.
@@ -128,12 +136,12 @@ def force_routing(
     Args:
         routing: by the router's own choice.
         forced: int32 `[tokens or fewer, topk]`; -1 in a row: it stays as it is. Dummies do too.
-        x, weight, pre_softmax, sigmoid, scale: as for `route`.
+        x, weight, pre_softmax, sigmoid, scale, logit_bias: as for `route`.
     """
     given = torch.full_like(routing.experts, NO_EXPERT)
     given[: len(forced)] = forced
     is_forced = (given >= 0) & (routing.experts != NO_EXPERT)
-    logits = x.float() @ weight.float().t()
+    logits = _logits(x, weight, logit_bias)
     weights = _weights_of(logits, given.clamp(min=0).long(), pre_softmax, sigmoid, scale)
     return Routing(
         given.where(is_forced, routing.experts), weights.where(is_forced, routing.weights)
@@ -151,9 +159,10 @@ def route_gpu(
     sigmoid: bool = False,
     bias: Tensor | None = None,
     scale: float = 1.0,
+    logit_bias: Tensor | None = None,
 ) -> Routing:
     """In as many parts as fill the device."""
-    rule = pre_softmax, places, dummy_place, sigmoid, bias, scale
+    rule = pre_softmax, places, dummy_place, sigmoid, bias, scale, logit_bias
     tiles = max(triton.cdiv(len(x), BLOCK_TOKENS), 1)
     return _route(x, weight, topk, *rule, most=PROGRAMS // tiles)
 
@@ -170,9 +179,10 @@ def route_invariant_gpu(
     sigmoid: bool = False,
     bias: Tensor | None = None,
     scale: float = 1.0,
+    logit_bias: Tensor | None = None,
 ) -> Routing:
     """In parts that do not depend on the number of tokens."""
-    rule = pre_softmax, places, dummy_place, sigmoid, bias, scale
+    rule = pre_softmax, places, dummy_place, sigmoid, bias, scale, logit_bias
     return _route(x, weight, topk, *rule, MAX_SPLITS, len(x) > MOST_TILES * BLOCK_TOKENS)
 
 
@@ -186,13 +196,14 @@ def _route(
     sigmoid: bool,
     bias: Tensor | None,
     scale: float,
+    logit_bias: Tensor | None,
     most: int,
     joins: bool = False,
 ) -> Routing:
     """`most`: parts of logits. `joins`: a program adds up the parts of its tokens."""
     tokens, hidden = x.shape
     experts = weight.size(0)
-    _check(x, weight, topk, sigmoid, bias)
+    _check(x, weight, topk, sigmoid, bias, logit_bias)
     out = Routing(
         torch.empty((tokens, topk), dtype=torch.int32, device=x.device),
         torch.empty((tokens, topk), dtype=torch.float32, device=x.device),
@@ -212,6 +223,7 @@ def _route(
         logits,
         x.stride(0),
         tokens,
+        logit_bias,
         hidden=hidden,
         experts=experts,
         share=share,
@@ -253,7 +265,14 @@ def share_of_inputs(hidden: int, most: int = MAX_SPLITS) -> int:
     return triton.cdiv(steps, max(1, min(MAX_SPLITS, steps, most))) * BLOCK_K
 
 
-def _check(x: Tensor, weight: Tensor, topk: int, sigmoid: bool, bias: Tensor | None) -> None:
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    topk: int,
+    sigmoid: bool,
+    bias: Tensor | None,
+    logit_bias: Tensor | None,
+) -> None:
     if x.dim() != 2 or weight.dim() != 2 or x.size(1) != weight.size(1) or x.dtype != weight.dtype:
         raise ValueError(
             f"route: x must be [tokens, hidden] and weight [experts, hidden] of one dtype; found "
@@ -263,6 +282,9 @@ def _check(x: Tensor, weight: Tensor, topk: int, sigmoid: bool, bias: Tensor | N
         raise ValueError("route: rows of x and the weight must be contiguous: call .contiguous().")
     if not 0 < topk <= weight.size(0):
         raise ValueError(f"route: topk={topk} must be between 1 and {weight.size(0)} experts.")
+    of_logits = weight.shape[:1] if logit_bias is None else logit_bias.shape
+    if of_logits != weight.shape[:1]:
+        raise ValueError(f"route: logit_bias must be ({weight.size(0)},); found {of_logits}.")
     if bias is None:
         return
     if bias.shape != weight.shape[:1] or bias.dtype != torch.float32 or not bias.is_contiguous():
@@ -303,6 +325,7 @@ def _logits_kernel(
     logits: tl.tensor,
     x_stride: tl.tensor,
     tokens: tl.tensor,
+    logit_bias: tl.tensor | None,
     hidden: tl.constexpr,
     experts: tl.constexpr,
     share: tl.constexpr,
@@ -323,6 +346,9 @@ def _logits_kernel(
     rows = weight + expert[:, None] * hidden
     await_previous(overlap)
     sums = _share_of_logits(source, rows, is_token, is_expert, part * share, hidden, share, block_k)
+    if logit_bias is not None:
+        added = tl.load(logit_bias + expert, mask=expert < experts, other=0.0).to(tl.float32)
+        sums += tl.where(part == 0, added, 0.0)[None, :]
     if shares > 1:
         for number in range(1, shares):
             own = _share_of_logits(

@@ -58,8 +58,10 @@ def few_token_chains(
     assert isinstance(plan, ChainPlan), "the caller asked find_plan"
     rows = x.value if isinstance(x, Stream) else x
     check_few_tokens(x, layer, added)
-    if rows.dim() == 3 or layer.pre_softmax:
-        raise ValueError("few_token_experts: no chain takes partial sums, or a softmax over all.")
+    if rows.dim() == 3 or layer.pre_softmax or layer.has_biases:
+        raise ValueError(
+            "few_token_experts: no chain takes partial sums, a softmax over all, or biases."
+        )
     shape = layer.shape
     tokens, hidden = rows.shape
     dtype, device = layer.fc1.dtype, rows.device
@@ -96,7 +98,7 @@ def few_token_chains(
         shared_ffn=shape.shared_ffn,
         block_n=up.outputs,
         block_k=up.inputs,
-        gated=shape.gated,
+        gating=layer.gating if shape.gated else None,
         sigmoid=layer.sigmoid,
         has_bias=layer.bias is not None,
         has_places=places is not None,
@@ -342,11 +344,12 @@ def _activated_rows(
     sizes: tl.constexpr,
 ) -> None:
     """A row of x times `count` rows of a weight, from `start` on, and the activation, times
-    `share`; the up row of each, if `gated`, is `n` rows behind it."""
+    `share`; the up row of each, if there is a `gating`, is `n` rows behind it."""
     k: tl.constexpr = sizes[0]
     block_n: tl.constexpr = sizes[1]
     block_k: tl.constexpr = sizes[2]
-    gated: tl.constexpr = sizes[3]
+    gating: tl.constexpr = sizes[3]
+    gated: tl.constexpr = gating is not None
     line, inner, first = tl.arange(0, block_n), tl.arange(0, block_k), tl.arange(0, COLUMNS) == 0
     dtype: tl.constexpr = out.dtype.element_ty
     is_line, is_first = (line < count)[:, None], first[:, None]
@@ -368,7 +371,7 @@ def _activated_rows(
             ups = tl.dot(u, tl.trans(v), ups, input_precision="ieee")
     y = round_to(tl.sum(tl.where(first[None, :], sums, 0.0), 1), dtype)
     up = round_to(tl.sum(tl.where(first[None, :], ups, 0.0), 1), dtype)
-    y = activated_sums(y, up, gated, not gated) * share
+    y = activated_sums(y, up, gating, not gated) * share
     tl.store(out + line, y.to(dtype), mask=line < count)
 
 
@@ -398,7 +401,7 @@ def chain_up_kernel(
     shared_ffn: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
-    gated: tl.constexpr,
+    gating: tl.constexpr,
     sigmoid: tl.constexpr,
     has_bias: tl.constexpr,
     has_places: tl.constexpr,
@@ -408,8 +411,8 @@ def chain_up_kernel(
     of `few_up_kernel`, but that tokens are neighbours first."""
     let_next_start(overlap)
     shared: tl.constexpr = (shared_ffn + block_n - 1) // block_n
-    height: tl.constexpr = 2 * ffn if gated else ffn
-    sizes: tl.constexpr = (hidden, block_n, block_k, gated)
+    height: tl.constexpr = 2 * ffn if gating is not None else ffn
+    sizes: tl.constexpr = (hidden, block_n, block_k, gating)
     token, program = tl.program_id(0), tl.program_id(1)
     row = x + token * x_stride
     await_previous(overlap)

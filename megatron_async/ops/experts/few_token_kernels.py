@@ -16,6 +16,7 @@ import triton.language as tl
 
 from megatron_async.ops.dependent_launch import await_previous, let_next_start
 from megatron_async.ops.experts.expert_routing import IN_KERNEL_LEAST_SUM, IN_KERNEL_NO_EXPERT
+from megatron_async.ops.linear.activations import unit_of
 from megatron_async.ops.linear.load_tile import stored_scale
 from megatron_async.ops.linear.row_tiles import (
     add_products,
@@ -47,6 +48,7 @@ def norm_logits_kernel(
     part_stride: tl.tensor,
     residual_stride: tl.tensor,
     eps: tl.tensor,
+    logit_bias: tl.tensor | None,
     hidden: tl.constexpr,
     experts: tl.constexpr,
     parts: tl.constexpr,
@@ -102,6 +104,9 @@ def norm_logits_kernel(
         tl.store(normed + row * hidden + column, result, mask=stored)
         value = result.to(tl.float32)
     sums = tl.sum(w * value[None, :], 1)
+    if logit_bias is not None:
+        expert = tile * block_experts + line
+        sums += tl.load(logit_bias + expert, mask=expert < experts, other=0.0).to(tl.float32)
     tl.store(logits + row * width + tile * block_experts + line, sums, mask=line < here)
 
 
@@ -218,18 +223,20 @@ def _activated_rows(
     count: tl.tensor,
     n: tl.constexpr,
     sizes: tl.constexpr,
+    bias: tl.tensor | None,
     scales: tl.tensor,
     first: tl.tensor,
     form: tl.constexpr,
 ) -> None:
-    """A row of x times `count` rows of a weight, from `start` on, and the activation; the up row of
-    each, if `gated`, is `n` rows behind it. A weight with a `form` has `scales`, and the rows are
+    """A row of x times `count` rows of a weight, from `start` on, their `bias` from there on, and
+    the activation; the up row of each, if there is a gating, is `n` rows behind it. A weight with a `form` has `scales`, and the rows are
     those from the `first` on."""
     k: tl.constexpr = sizes[0]
     block_n: tl.constexpr = sizes[1]
     block_k: tl.constexpr = sizes[2]
     depth: tl.constexpr = sizes[3]
-    gated: tl.constexpr = sizes[4]
+    gating: tl.constexpr = sizes[4]
+    gated: tl.constexpr = gating is not None
     overlap: tl.constexpr = sizes[5]
     for turn in range(tl.cdiv(count, block_n)):
         here = tl.minimum(count - turn * block_n, block_n)
@@ -270,8 +277,14 @@ def _activated_rows(
         if of_all:
             y = y * stored_scale(tl.load(row_scales))
             ups = ups * stored_scale(tl.load(up_scales))[:, None] if gated else ups
+        if bias is not None:
+            at_bias = bias + turn * block_n + line
+            y += tl.load(at_bias, mask=line < here, other=0.0).to(tl.float32)
         if gated:
-            y = y * tl.sigmoid(y) * tl.sum(ups, 1)
+            up = tl.sum(ups, 1)
+            if bias is not None:
+                up += tl.load(at_bias + n, mask=line < here, other=0.0).to(tl.float32)
+            y = unit_of(y, up, gating)
         else:
             y = tl.maximum(y, 0.0)
             y = y * y
@@ -294,6 +307,7 @@ def few_up_kernel(
     num_places: tl.tensor,
     dummy_place: tl.tensor,
     scale: tl.tensor,
+    bias1: tl.tensor | None,
     scales: tl.tuple,
     form: tl.constexpr,
     tokens: tl.constexpr,
@@ -308,7 +322,7 @@ def few_up_kernel(
     block_k: tl.constexpr,
     depth: tl.constexpr,
     turns: tl.constexpr,
-    gated: tl.constexpr,
+    gating: tl.constexpr,
     pre_softmax: tl.constexpr,
     sigmoid: tl.constexpr,
     has_bias: tl.constexpr,
@@ -324,8 +338,8 @@ def few_up_kernel(
     let_next_start(overlap)
     rows: tl.constexpr = turns * block_n
     shared: tl.constexpr = (shared_ffn + rows - 1) // rows * tokens
-    halves: tl.constexpr = 2 if gated else 1
-    sizes: tl.constexpr = (hidden, block_n, block_k, depth, gated, overlap)
+    halves: tl.constexpr = 2 if gating is not None else 1
+    sizes: tl.constexpr = (hidden, block_n, block_k, depth, gating, overlap)
     if form is None:
         of_experts, of_shared = fc1, fc1
     else:
@@ -341,7 +355,7 @@ def few_up_kernel(
         await_previous(overlap)
         row = x + token * x_stride
         target = shared_activated + token * shared_ffn + begin
-        _activated_rows(row, start, target, own, shared_ffn, sizes, of_shared, begin, form)
+        _activated_rows(row, start, target, own, shared_ffn, sizes, None, of_shared, begin, form)
     else:
         pair = (program - shared) % (tokens * topk)
         tile = (program - shared) // (tokens * topk)
@@ -362,7 +376,10 @@ def few_up_kernel(
                 groups: tl.constexpr = (hidden + covers - 1) // covers
                 grid: tl.constexpr = (halves * ffn + form.rows - 1) // form.rows * groups
                 of_experts += expert.to(tl.int64) * grid
-            _activated_rows(row, source, target, rest, ffn, sizes, of_experts, first, form)
+            bias = bias1
+            if bias1 is not None:
+                bias = bias1 + expert.to(tl.int64) * (halves * ffn) + first
+            _activated_rows(row, source, target, rest, ffn, sizes, bias, of_experts, first, form)
 
 
 @triton.jit
@@ -377,6 +394,7 @@ def few_down_kernel(
     added: tl.tensor,
     out: tl.tensor,
     added_stride: tl.tensor,
+    bias2: tl.tensor | None,
     scales: tl.tuple,
     form: tl.constexpr,
     tokens: tl.constexpr,
@@ -445,6 +463,10 @@ def few_down_kernel(
     by_part: tl.constexpr = form is not None and form.inputs > 0
     wide: tl.constexpr = block_k // 16 if by_part else block_k
     sums = tl.zeros((block_n * units, wide), tl.float32)
+    if bias2 is not None:
+        is_biased = is_pair & (expert >= 0) & (row < hidden)
+        at_bias = bias2 + expert.to(tl.int64) * hidden + row
+        weighted = share * tl.load(at_bias, mask=is_biased, other=0.0).to(tl.float32)
     if form is not None and not by_part:
         share = share * stored_scale(tl.load(of_rows))
     for at in range(0, ffn, depth * block_k):
@@ -456,7 +478,10 @@ def few_down_kernel(
             sums = add_scaled_products(
                 sums, tiles, inputs, column, length, at, block_k, of_rows, start, width, covers
             )
-    y = tl.reshape(tl.sum(sums, 1) * share, (block_n, units))
+    y = tl.sum(sums, 1) * share
+    if bias2 is not None:
+        y += weighted
+    y = tl.reshape(y, (block_n, units))
     y = tl.sum(y, 1).to(out.dtype.element_ty)
     if has_added:
         y = (y.to(tl.float32) + stream.to(tl.float32)).to(out.dtype.element_ty)

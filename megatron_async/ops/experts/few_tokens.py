@@ -42,7 +42,7 @@ from megatron_async.ops.experts.few_token_kernels import (
     few_up_kernel,
     norm_logits_kernel,
 )
-from megatron_async.ops.linear.activations import squared_relu, swiglu
+from megatron_async.ops.linear.activations import SWIGLU, Gating, squared_relu, swiglu
 from megatron_async.ops.linear.load_tile import kept_operands, may_be_loaded
 from megatron_async.ops.linear.quantised_weight import Form, QuantisedWeight, widened
 from megatron_async.ops.linear.rms_norm import add_rms_norm
@@ -61,12 +61,15 @@ class ExpertLayer:
         fc1: `[experts, 2 * ffn, hidden]`, [gate; up] of SwiGLU, or `[experts, ffn, hidden]`, whose
             products are squared where they are positive.
         fc2: `[experts, hidden, ffn]`.
-        topk, pre_softmax, sigmoid, bias, scale: as for `ops.experts.expert_routing.route`.
+        topk, pre_softmax, sigmoid, bias, scale, logit_bias: as for
+            `ops.experts.expert_routing.route`.
         shared_fc1: `[2 * shared_ffn, hidden]`, or `[shared_ffn, hidden]` without a gate; None: no
             expert is shared.
         shared_fc2: `[hidden, shared_ffn]`.
         shared_gate: `[1, hidden]`: how much of the shared expert counts is the sigmoid of its
             product with the token; None: all.
+        bias1, bias2, gating: as for `ops.experts.expert_mlp.expert_mlp`; the shared expert has no
+            biases.
     """
 
     router: Tensor
@@ -80,6 +83,15 @@ class ExpertLayer:
     shared_fc1: Tensor | QuantisedWeight | None = None
     shared_fc2: Tensor | QuantisedWeight | None = None
     shared_gate: Tensor | None = None
+    logit_bias: Tensor | None = None
+    bias1: Tensor | None = None
+    bias2: Tensor | None = None
+    gating: Gating = SWIGLU
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether a product has a bias."""
+        return any(each is not None for each in (self.logit_bias, self.bias1, self.bias2))
 
     @property
     def shape(self) -> LayerShape:
@@ -118,9 +130,10 @@ def find_plan(
 ) -> FewTokenPlan | ChainPlan | None:
     """`plan_few_tokens` for x, `[..., tokens, hidden]`, or `plan_few_chains` if `is_invariant`;
     None also where nothing was measured: on a GPU of another compute capability (`major`), and on a
-    CPU (0). A softmax over all experts is a sum over threads, which follows the kernel's warps. Of
+    CPU (0). A softmax over all experts is a sum over threads, which follows the kernel's warps, so
+    there is none for it if `is_invariant`, nor for biases. Of
     quantised weights there are plans for FP8 alone, all in one form, and none if `is_invariant`."""
-    if major != FEW_TOKENS_MAJOR or (is_invariant and layer.pre_softmax):
+    if major != FEW_TOKENS_MAJOR or (is_invariant and (layer.pre_softmax or layer.has_biases)):
         return None
     weights = layer.fc1, layer.fc2, layer.shared_fc1, layer.shared_fc2
     if any(isinstance(weight, QuantisedWeight) for weight in weights) and (
@@ -177,13 +190,15 @@ def few_token_experts(
         normed, x.total = add_rms_norm.reference(*x.norm_arguments)
         x = normed
     rule = layer.pre_softmax, places, dummy_place, layer.sigmoid, layer.bias, layer.scale
-    routing = route.reference(x, layer.router, layer.topk, *rule)
-    out = expert_mlp.reference(x, routing, layer.fc1, layer.fc2, 0, layer.fc1.size(0))
+    routing = route.reference(x, layer.router, layer.topk, *rule, layer.logit_bias)
+    weights = layer.fc1, layer.fc2, 0, layer.fc1.size(0), layer.bias1, layer.bias2
+    out = expert_mlp.reference(x, routing, *weights, layer.gating)
     if layer.shared_fc1 is None or layer.shared_fc2 is None:
         return out, routing
-    activation = swiglu.reference if layer.shape.gated else squared_relu.reference
     fc1, fc2 = widened(layer.shared_fc1), widened(layer.shared_fc2)
-    shared = F.linear(activation(F.linear(x, fc1)), fc2).float()
+    inner, gated = F.linear(x, fc1), layer.shape.gated
+    inner = swiglu.reference(inner, layer.gating) if gated else squared_relu.reference(inner)
+    shared = F.linear(inner, fc2).float()
     if layer.shared_gate is not None:
         shared = (x.float() @ layer.shared_gate.float().t()).sigmoid() * shared
     return (out.float() + shared).to(out.dtype), routing
@@ -230,6 +245,7 @@ def few_token_experts_gpu(
         0 if places is None else len(places),
         dummy_place,
         float(layer.scale),
+        layer.bias1,
         scales=_scales(layer.fc1, shared_fc1),
         form=layer.form,
         tokens=tokens,
@@ -244,7 +260,7 @@ def few_token_experts_gpu(
         block_k=block_k,
         depth=plan.up_depth,
         turns=plan.turns,
-        gated=shape.gated,
+        gating=layer.gating if shape.gated else None,
         pre_softmax=layer.pre_softmax,
         sigmoid=layer.sigmoid,
         has_bias=layer.bias is not None,
@@ -265,6 +281,7 @@ def few_token_experts_gpu(
         out if added is None else added,
         out,
         0 if added is None else added.stride(0),
+        layer.bias2,
         scales=_scales(layer.fc2, shared_fc2),
         form=layer.form,
         tokens=tokens,
@@ -306,6 +323,7 @@ def _norm_and_logits(
         rows.stride(0) if rows.dim() == 3 else 0,
         given.residual_stride,
         given.eps,
+        layer.logit_bias,
         hidden=rows.size(-1),
         experts=experts,
         parts=rows.size(0) if rows.dim() == 3 else 1,
@@ -425,6 +443,10 @@ def _check_weights(layer: ExpertLayer) -> None:
         expected["shared_gate"] = (1, hidden)
     if layer.bias is not None:
         expected["bias"] = (shape.experts,)
+    sizes = (shape.experts,), (shape.experts, halves * ffn), (shape.experts, hidden)
+    for name, size in zip(("logit_bias", "bias1", "bias2"), sizes, strict=True):
+        if getattr(layer, name) is not None:
+            expected[name] = size
     for name, size in expected.items():
         weight: Tensor | QuantisedWeight | None = getattr(layer, name)
         dtype = torch.float32 if name == "bias" else layer.fc1.dtype

@@ -1,5 +1,5 @@
-"""Activations of an MLP's first projection, each in one kernel: SwiGLU (Shazeer 2020) and, without
-a gate, squared ReLU (So et al. 2021, Primer).
+"""Activations of an MLP's first projection, each in one kernel: SwiGLU and its relatives (Shazeer
+2020) and, without a gate, squared ReLU (So et al. 2021, Primer).
 
 Computed in float32 and rounded once, as Megatron's fused kernels do (`bias_activation_fusion`).
 Unfused SwiGLU rounds twice in a 16-bit dtype (silu to the dtype, then the product), so the two may
@@ -8,7 +8,7 @@ differ by one unit in the last place.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +22,49 @@ from megatron_async.ops.op import op, promising
 
 BLOCK = 1024
 WARPS = 4
+QUICK_GELU = tl.constexpr(1.702)
+"""GELU is about x * sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
+GELU_SCALE, GELU_CUBE = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)
+"""GELU by tanh of the same paper: x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))."""
+
+
+class Gating(NamedTuple):
+    """A gated linear unit: `function(gate) * (up + offset)`.
+
+    Attributes:
+        function: "silu" (SwiGLU), "quick_gelu" or "fast_gelu" (by tanh), Megatron's names.
+        clamp: `gate` is at most this, and `up` between this and its negative; 0: there is no bound.
+        offset: added to `up`.
+    """
+
+    function: Literal["silu", "quick_gelu", "fast_gelu"] = "silu"
+    clamp: float = 0.0
+    offset: float = 0.0
+
+    def of(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The unit of float32 tensors of one shape, in plain torch."""
+        if self.clamp:
+            gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
+        if self.function == "silu":
+            gate = F.silu(gate)
+        elif self.function == "quick_gelu":
+            gate = gate * torch.sigmoid(QUICK_GELU.value * gate)
+        else:
+            gate = F.gelu(gate, approximate="tanh")
+        return gate * (up + self.offset)
+
+
+SWIGLU = Gating()
 
 
 @op
-def swiglu(x: Tensor) -> Tensor:
-    """`silu(first half) * second half` of every row.
+def swiglu(x: Tensor, gating: Gating = SWIGLU) -> Tensor:
+    """`silu(first half) * second half` of every row, or another gated unit of both halves.
 
     Args:
         x: `[tokens, 2 * ffn]` = [gate; up], as `linear_fc1` writes it; bfloat16, float16 or
             float32 on a GPU; rows may be strided, elements not.
+        gating: the unit.
 
     Returns:
         `[tokens, ffn]`, same dtype.
@@ -39,25 +73,25 @@ def swiglu(x: Tensor) -> Tensor:
         ValueError: the rows have an odd length or strided elements.
     """
     gate, up = x.to(torch.float32).chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(x.dtype)
+    return gating.of(gate, up).to(x.dtype)
 
 
 @swiglu.gpu
 @promising("invariant")
-def swiglu_gpu(x: Tensor) -> Tensor:
+def swiglu_gpu(x: Tensor, gating: Gating = SWIGLU) -> Tensor:
     width = x.size(1)
     if width % 2 or x.stride(1) != 1:
         raise ValueError(
             f"swiglu: rows must be [gate; up] of one even, adjacent length; x is {tuple(x.shape)} "
             f"with strides {x.stride()}: pass the projection's output, or call .contiguous()."
         )
-    return _launched(_swiglu_kernel, x, width // 2)
+    return _launched(_swiglu_kernel, x, width // 2, gating=gating)
 
 
 @swiglu.cpu
-def swiglu_cpu(x: Tensor) -> Tensor:
-    if not serves(x):
-        return swiglu.reference(x)
+def swiglu_cpu(x: Tensor, gating: Gating = SWIGLU) -> Tensor:
+    if gating != SWIGLU or not serves(x):
+        return swiglu.reference(x, gating)
     from megatron_async.ops.cpu import row_kernels
 
     rows, width = x.size(0), x.size(1) // 2
@@ -95,13 +129,14 @@ def squared_relu_gpu(x: Tensor) -> Tensor:
     return _launched(_squared_relu_kernel, x, ffn)
 
 
-def _launched(kernel: Any, x: Tensor, ffn: int) -> Tensor:
+def _launched(kernel: Any, x: Tensor, ffn: int, **constants: Any) -> Tensor:
     """`[tokens, ffn]` of rows `x`, by a kernel of this file."""
     out = torch.empty((x.size(0), ffn), dtype=x.dtype, device=x.device)
     if out.numel():
         kernel[(x.size(0), triton.cdiv(ffn, BLOCK))](
-            x, out, x.stride(0), ffn=ffn, block=BLOCK, num_warps=WARPS, **launch_options(x)
-        )
+            x, out, x.stride(0), ffn=ffn, block=BLOCK, **constants, num_warps=WARPS,
+            **launch_options(x),
+        )  # fmt: skip
     return out
 
 
@@ -126,6 +161,23 @@ def gated_by(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def unit_of(gate: tl.tensor, up: tl.tensor, gating: tl.constexpr) -> tl.tensor:
+    """`Gating.of` of float32 values."""
+    if gating.clamp > 0:
+        gate = tl.minimum(gate, gating.clamp)
+        up = tl.minimum(tl.maximum(up, -gating.clamp), gating.clamp)
+    if gating.offset != 0:
+        up = up + gating.offset
+    if gating.function == "silu":
+        unit = gated_by(gate, up)
+    elif gating.function == "quick_gelu":
+        unit = gate * tl.sigmoid(QUICK_GELU * gate) * up
+    else:
+        unit = gate * tl.sigmoid(GELU_SCALE * (gate + GELU_CUBE * gate * gate * gate)) * up
+    return unit
+
+
+@triton.jit
 def squared_relu_of(value: tl.tensor) -> tl.tensor:
     """Squared ReLU of float32 values."""
     value = tl.maximum(value, 0.0)
@@ -139,6 +191,7 @@ def _swiglu_kernel(
     x_stride: tl.tensor,
     ffn: tl.constexpr,
     block: tl.constexpr,
+    gating: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     wait_for_previous(overlap)
@@ -148,7 +201,7 @@ def _swiglu_kernel(
     start = x + row * x_stride + column
     gate = tl.load(start, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(start + ffn, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * ffn + column, gated_by(gate, up), mask=inside)
+    tl.store(out + row * ffn + column, unit_of(gate, up, gating), mask=inside)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from triton.compiler import ASTSource
 
 from megatron_async.ops.experts.expert_plan import UP_REGISTERS, LayerShape, plan_few_tokens
 from megatron_async.ops.experts.few_token_kernels import few_down_kernel, few_up_kernel
+from megatron_async.ops.linear.activations import SWIGLU
 from megatron_async.ops.linear.row_tiles import TILE_BYTES
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
@@ -74,7 +75,8 @@ def test_all_weights_are_asked_for_before_the_first_product(shape, tmp_path):
     same |= {"ffn": shape.ffn, "shared_ffn": shape.shared_ffn, "block_k": TILE_BYTES // 2}
     same |= {"overlap": True, "scales": None, "form": None}
     up = {"experts": shape.experts, "block_experts": 128, "block_n": plan.up_rows}
-    up |= {"depth": plan.up_depth, "turns": plan.turns, "gated": shape.gated}
+    up |= {"depth": plan.up_depth, "turns": plan.turns, "bias1": None}
+    up["gating"] = SWIGLU if shape.gated else None
     up |= {"pre_softmax": False, "sigmoid": True, "has_bias": True, "has_places": True}
     code, spilled = compiled(few_up_kernel, same | up, {"maxnreg": UP_REGISTERS}, tmp_path)
     parts = 2 if shape.shared_ffn else 1

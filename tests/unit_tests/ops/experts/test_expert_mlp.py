@@ -16,7 +16,9 @@ from megatron_async.ops.experts.expert_routing import (
 )
 from megatron_async.ops.experts.expert_sort import sort_pairs
 from megatron_async.ops.experts.shared_gate import add_shared_expert, add_shared_expert_gpu
+from megatron_async.ops.linear.activations import Gating, swiglu, swiglu_gpu
 
+GPT_OSS = Gating("quick_gelu", 7.0, 1.0)
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
@@ -35,19 +37,31 @@ def make_weights(experts, hidden, ffn, dtype, device, gated=True):
     return fc1.to(dtype), fc2.to(dtype)
 
 
-def plain_expert_mlp(x, routing, fc1, fc2, first):
+def draw_biases(fc1, fc2, dtype, scale=3.0):
+    """Biases of both products and gpt-oss's unit, whose bounds some numbers reach."""
+    device = fc1.device
+    biases = [torch.randn(weight.shape[:2], device=device) * scale for weight in (fc1, fc2)]
+    return *(bias.to(dtype) for bias in biases), GPT_OSS
+
+
+def plain_expert_mlp(x, routing, fc1, fc2, first, bias1=None, bias2=None, gating=None):
     """Written out: every pair by itself."""
+    zeros = (torch.zeros(weight.shape[:2]) for weight in (fc1, fc2))
+    b1, b2 = ((z if b is None else b) for z, b in zip(zeros, (bias1, bias2)))
     out = torch.zeros(x.shape)
     for token, (experts, weights) in enumerate(zip(routing.experts, routing.weights)):
         for expert, weight in zip((experts - first).tolist(), weights):
             if 0 <= expert < len(fc1):
-                inner = fc1[expert].float() @ x[token].float()
+                inner = fc1[expert].float() @ x[token].float() + b1[expert]
                 if len(inner) > fc2.size(2):
                     gate, up = inner.chunk(2)
                     inner = F.silu(gate) * up
+                    if gating is not None:
+                        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+                        inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
                 else:
                     inner = inner.clamp(min=0) ** 2
-                out[token] += weight * (fc2[expert].float() @ inner)
+                out[token] += weight * (fc2[expert].float() @ inner + b2[expert])
     return out
 
 
@@ -104,6 +118,51 @@ def test_reference_is_the_sum_of_pairs(first, gated):
     routing = random_routing(7, 2, 6, "cpu")
     found = expert_mlp.reference(x, routing, fc1, fc2, first, 6)
     torch.testing.assert_close(found, plain_expert_mlp(x, routing, fc1, fc2, first))
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_reference_with_biases(first):
+    x = torch.randn(7, 12)
+    fc1, fc2 = make_weights(3, 12, 5, torch.float32, "cpu")
+    routing, more = random_routing(7, 2, 6, "cpu"), draw_biases(fc1, fc2, torch.float32)
+    found = expert_mlp.reference(x, routing, fc1, fc2, first, 6, *more)
+    torch.testing.assert_close(found, plain_expert_mlp(x, routing, fc1, fc2, first, *more))
+
+
+@pytest.mark.parametrize("as_trained", [False, True])
+@pytest.mark.parametrize(("dtype", "gated"), [(torch.float16, True), (torch.float32, False)])
+def test_biases_equal_torch(dtype, gated, as_trained, device):
+    """Also of sizes that fill no tile, and of experts elsewhere."""
+    x = torch.randn(37, 48, device=device).to(dtype)
+    fc1, fc2 = make_weights(3, 48, 40, dtype, device, gated)
+    routing, more = random_routing(37, 2, 6, device), draw_biases(fc1, fc2, dtype)
+    found = expert_mlp_gpu(x, routing, fc1, fc2, 2, 6, *more, as_trained=as_trained)
+    expected = expert_mlp.reference(x, routing, fc1, fc2, 2, 6, *more)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.04
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("gating", [GPT_OSS, Gating("fast_gelu")])
+def test_other_gated_units_equal_torch(gating, device):
+    x = torch.randn(3, 2 * 1100, device=device) * 6
+    torch.testing.assert_close(swiglu_gpu(x, gating), swiglu.reference(x, gating))
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(swiglu_gpu(x, gating), swiglu.reference(x))
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_bias_of_the_routers_own(joins, device, monkeypatch):
+    if joins:
+        monkeypatch.setattr(expert_routing, "MOST_TILES", 1)
+    x, weight = torch.randn(20, 400, device=device), torch.randn(12, 400, device=device) / 20
+    rule = 3, False, None, 0, False, None, 1.0, 2 * torch.randn(12, device=device)
+    for op in (route_gpu, route_invariant_gpu):
+        found, expected = op(x, weight, *rule), route.reference(x, weight, *rule)
+        assert torch.equal(found.experts, expected.experts)
+        torch.testing.assert_close(found.weights, expected.weights, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(found.experts, route.reference(x, weight, 3, False).experts)
+    with pytest.raises(ValueError, match=r"logit_bias must be \(12,\); found torch.Size\(\[11"):
+        route_gpu(x, weight, *rule[:-1], rule[-1][:11])
 
 
 def test_reference_routing():
@@ -263,6 +322,8 @@ def test_bad_input():
         expert_mlp_gpu(x.half(), routing, fc1, fc2, 0, 2)
     with pytest.raises(ValueError, match=r"fc1 \[experts, 2 \* ffn, hidden\]"):
         expert_mlp_gpu(x, routing, fc2, fc2, 0, 2)
+    with pytest.raises(ValueError, match=r"weight \(2, 32, 16\) must be \(2, 32\), contiguous; "):
+        expert_mlp_gpu(x, routing, fc1, fc2, 0, 2, None, torch.zeros(2, 16))
     with pytest.raises(ValueError, match="2 tokens, but experts"):
         expert_mlp_gpu(x[:2], routing, fc1, fc2, 0, 2)
     plan = ExpertPlan(ProductPlan(16, 32, 32, 4, 2), ProductPlan(32, 16, 16, 4, 2))

@@ -20,10 +20,11 @@ from megatron_async.ops.experts.few_tokens import (
     ExpertLayer,
     few_token_experts,
     few_token_experts_gpu,
+    find_plan,
 )
 from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.linear.stream import Stream
-from tests.unit_tests.ops.experts.test_expert_mlp import make_weights
+from tests.unit_tests.ops.experts.test_expert_mlp import draw_biases, make_weights
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -97,6 +98,23 @@ def test_equals_torch(tokens, shared, gate, gated, device):
     shape = sizes(experts=12, topk=3, hidden=136, ffn=40, shared=shared, gated=gated)
     layer = make_layer(shape, torch.float32, device, gate)
     check(make_tokens(tokens, 136, torch.float32, device), layer)
+
+
+@pytest.mark.parametrize(("gated", "shared"), [(True, 0), (False, 72)])
+def test_biases_equal_torch(gated, shared, device):
+    """Of the router, of both products, and the unit of gpt-oss; the shared expert has none."""
+    shape = sizes(experts=12, topk=3, hidden=136, ffn=40, shared=shared, gated=gated)
+    layer = make_layer(shape, torch.float32, device)
+    bias1, bias2, gating = draw_biases(layer.fc1, layer.fc2, torch.float32)
+    logit_bias = 2 * torch.randn(12, device=device)
+    layer = dataclasses.replace(
+        layer, bias1=bias1, bias2=bias2, gating=gating, logit_bias=logit_bias
+    )
+    check(make_tokens(2, 136, torch.float32, device), layer)
+    assert find_plan(make_tokens(1, 136, torch.float32, device), layer, 9, True) is None
+    wrong = dataclasses.replace(layer, bias2=bias1)
+    with pytest.raises(ValueError, match="bias2 must be"):
+        few_token_experts.reference(make_tokens(2, 136, torch.float32, device), wrong, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -19,7 +19,7 @@ from megatron_async.ops.experts.few_tokens import (
     few_token_experts_gpu,
     find_plan,
 )
-from tests.unit_tests.ops.experts.test_expert_mlp import random_routing
+from tests.unit_tests.ops.experts.test_expert_mlp import draw_biases, random_routing
 from tests.unit_tests.ops.linear.kept_weights import FORMS, kept_weight
 from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT, INTERPRETED
 
@@ -59,6 +59,14 @@ def test_experts_of_each_form(name, gated, device):
             assert torch.equal(found, expert_mlp_gpu(x, routing, fc1, fc2, 2, 8))
 
 
+def test_biases_and_the_unit_of_gpt_oss(device):
+    x, routing, fc1, fc2 = arguments("MXFP4", 4, True, torch.float16, device)
+    more = draw_biases(fc1, fc2, torch.float16)
+    found = expert_mlp_gpu(x, routing, fc1, fc2, 2, 8, *more)
+    wide = fc1.values(x.dtype), fc2.values(x.dtype)
+    assert_rows_close(found, expert_mlp.reference(x, routing, *wide, 2, 8, *more))
+
+
 @pytest.mark.parametrize("height", KEPT_BY_HEIGHT)
 @pytest.mark.parametrize("shares", [1, 2])
 def test_plans_of_experts(height, shares, device):
@@ -74,9 +82,9 @@ def test_experts_of_two_forms_are_widened(as_trained, device):
     """Also those whose products round as in training: the same numbers give the same bits."""
     x, routing, fc1, fc2 = arguments("FP8 blocks", 5, True, torch.float16, device)
     other = fc2 if as_trained else kept_weight("FP8 outputs", *fc2.shape, device=device)
-    found = expert_mlp_gpu(x, routing, fc1, other, 0, 8, as_trained)
+    found = expert_mlp_gpu(x, routing, fc1, other, 0, 8, as_trained=as_trained)
     wide = fc1.values(x.dtype), other.values(x.dtype)
-    assert torch.equal(found, expert_mlp_gpu(x, routing, *wide, 0, 8, as_trained))
+    assert torch.equal(found, expert_mlp_gpu(x, routing, *wide, 0, 8, as_trained=as_trained))
 
 
 def test_rows_that_are_not_whole_words_are_refused():
