@@ -8,7 +8,14 @@ from settings_families import FAMILIES, config_class
 from settings_grid import Variant
 
 from megatron_async.checkpoints.huggingface_hybrid import LAYER_NAMES
-from megatron_async.models.architecture import ATTENTION, DELTA, EXPERTS, MLP, RopeScaling
+from megatron_async.models.architecture import (
+    ATTENTION,
+    DELTA,
+    EXPERTS,
+    MLP,
+    RopeScaling,
+    yarn_factor,
+)
 
 
 def their_config(variant: Variant) -> Any:
@@ -182,6 +189,18 @@ def _rope(config: Any, unserved: list[str]) -> dict[str, Any]:
     if rope["rope_type"] == "llama3":
         keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         scaling = RopeScaling(*(rope[key] for key in keys))
+    elif rope["rope_type"] == "yarn":
+        scales = (rope.get("mscale"), rope.get("mscale_all_dim"))
+        factor = rope.get("attention_factor")
+        scaling = RopeScaling(
+            rope["factor"],
+            original_max_position_embeddings=rope["original_max_position_embeddings"],
+            kind="yarn",
+            beta_fast=rope.get("beta_fast") or 32.0,
+            beta_slow=rope.get("beta_slow") or 1.0,
+            truncate=rope.get("truncate", True),
+            attention_factor=yarn_factor(rope["factor"], *scales) if factor is None else factor,
+        )
     elif rope["rope_type"] == "linear":
         scaling = RopeScaling(rope["factor"], kind="linear")
     elif rope["rope_type"] != "default":

@@ -52,12 +52,22 @@ class FamilyNames:
     gate."""
     down: str = "mlp.down_proj.weight"
     router: str = "mlp.gate.weight"
+    router_bias: str = "mlp.router.bias"
     expert_bias: str = ""
     expert_gate_up: tuple[str, ...] = (
         "mlp.experts.{e}.gate_proj.weight",
         "mlp.experts.{e}.up_proj.weight",
     )
     expert_down: str = "mlp.experts.{e}.down_proj.weight"
+    expert_biases: tuple[str, str] = (
+        "mlp.experts.gate_up_proj_bias",
+        "mlp.experts.down_proj_bias",
+    )
+    """Of both products of all experts."""
+    alternates: bool = False
+    """Rows of gate and up stand in turns where one tensor holds both."""
+    sinks: str = "sinks"
+    """Scores of attention's heads that have no value, behind `attention`."""
     shared_gate_up: tuple[str, ...] = ()
     """Weights of the shared expert, as in `gate_up`."""
     shared_down: str = ""
@@ -69,6 +79,8 @@ STACKED = FamilyNames(
     expert_gate_up=("mlp.experts.gate_up_proj",), expert_down="mlp.experts.down_proj"
 )
 """Experts of the other families in transformers' modules."""
+GPT_OSS = replace(STACKED, router="mlp.router.weight", alternates=True)
+"""Without the form of numbers, which tensors of MXFP4 have at the end of their names."""
 MIXTRAL = FamilyNames(
     router="block_sparse_moe.gate.weight",
     expert_gate_up=(
@@ -197,6 +209,7 @@ GGUF_NEMOTRON_H = replace(
 
 PUBLISHED = {
     "mixtral": MIXTRAL,
+    "gpt_oss": GPT_OSS,
     "nemotron_h": NEMOTRON_H,
     "granitemoehybrid": GRANITE,
     "bamba": BAMBA,
@@ -208,6 +221,7 @@ PUBLISHED = {
 }
 """Names in published files, by `ModelArchitecture.model_type`; all others have the default."""
 MODULES = {
+    "gpt_oss": GPT_OSS,
     "nemotron_h": NEMOTRON_H_MODULES,
     "granitemoehybrid": GRANITE_MODULES,
     "bamba": BAMBA,

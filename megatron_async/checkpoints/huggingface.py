@@ -214,7 +214,17 @@ class HuggingFaceSource(NamedTensorSource):
     def _shapes(self, tensors: Mapping[str, str]) -> dict[str, Shape]:
         shapes = {name: self._files.tensor(stored).shape for name, stored in tensors.items()}
         quantised = self._tensors.quantised
-        return shapes | {n: quantised[n].weight.shape for n in shapes.keys() & quantised.keys()}
+        for name in shapes:
+            if name in quantised:
+                shapes[name] = quantised[name].weight.shape
+            elif self._is_transposed(name):
+                *lead, columns, rows = shapes[name]
+                shapes[name] = (*lead, rows, columns)
+        return shapes
+
+    def _is_transposed(self, name: str) -> bool:
+        """Whether a tensor is stored `[experts, in, out]`."""
+        return is_transposed(self.architecture, name) and name not in self._tensors.quantised
 
     @cached_property
     @override
@@ -232,6 +242,10 @@ class HuggingFaceSource(NamedTensorSource):
             found = torch.empty([part.stop - part.start for part in region], device=device)
             self.fill(found, name, region)
             return found
+        if self._is_transposed(name):
+            experts, rows, columns = region
+            stored = self._stored_tensor(name)
+            return _read(stored, (experts, columns, rows), device).transpose(1, 2)
         return _read(self._stored_tensor(name), region, device)
 
     @override
@@ -241,7 +255,7 @@ class HuggingFaceSource(NamedTensorSource):
             quantised.fill(place, region, lambda n, part: _read(files.tensor(n), part, device))
             return
         stored = self._stored_tensor(name)
-        start = stored.place_of(region)
+        start = None if self._is_transposed(name) else stored.place_of(region)
         if place.device.type == "cpu" and place.is_contiguous() and start is not None:
             stored.copy_to(place, start)
         else:
@@ -432,6 +446,13 @@ class HuggingFaceSource(NamedTensorSource):
         return _StoredTensors(model, mtp_names, quantised, scales, stored, left_out)
 
 
+def is_transposed(a: ModelArchitecture, name: str) -> bool:
+    """Whether files of 16 bits hold a tensor as `[experts, in, out]`."""
+    return a.model_type == "gpt_oss" and name.endswith(
+        ("experts.gate_up_proj", "experts.down_proj")
+    )
+
+
 def _read(stored: StoredTensor, region: Region, device: torch.device) -> Tensor:
     """A region of a stored tensor on a device, in its dtype."""
     if device.type != "cuda":
@@ -515,6 +536,8 @@ def save_huggingface(
                 if read is not None:
                     read(weight.name, plain)
                 for name, values in weight.split(plain).items():
+                    if is_transposed(architecture, name):
+                        values = values.transpose(1, 2).contiguous()
                     tensors |= quantiser.tensors(name, values) if quantiser else {name: values}
             save_file(tensors, folder / file, metadata={"format": "pt"})
             # safetensors makes it readable to its owner alone; a model folder is often shared.

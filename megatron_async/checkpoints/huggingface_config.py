@@ -12,8 +12,8 @@ differently is refused, since one of them would be passed over.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
@@ -35,10 +35,20 @@ from megatron_async.checkpoints.settings import (
     read_heads,
     write_experts,
 )
-from megatron_async.models.architecture import LINEAR, LLAMA3, ModelArchitecture, RopeScaling
+from megatron_async.models.architecture import (
+    LINEAR,
+    LLAMA3,
+    YARN,
+    ModelArchitecture,
+    RopeScaling,
+    yarn_factor,
+)
 
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-KEYS = {"default": (), LLAMA3: LLAMA3_KEYS, LINEAR: LLAMA3_KEYS[:1]}
+YARN_KEYS = ("factor", LLAMA3_KEYS[3], "beta_fast", "beta_slow", "truncate", "attention_factor")
+DERIVED = ("mscale", "mscale_all_dim")
+"""Keys of YaRN from which its `attention_factor` follows."""
+KEYS = {"default": (), LLAMA3: LLAMA3_KEYS, LINEAR: LLAMA3_KEYS[:1], YARN: YARN_KEYS}
 """Kinds of rope that are served, and the keys of each beside `GENERAL`."""
 ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 """Keys at the top of a file."""
@@ -59,6 +69,8 @@ def read_rope(
         CheckpointError: another kind of rope or share, an unknown key, two values for one.
     """
     new, old = _set(config, "rope_parameters"), _set(config, "rope_scaling")
+    if not (new or old):
+        new = config.default("rope_parameters") or {}
     place, rope = ("rope_scaling", old) if old else ("rope_parameters", new)
     kind = _kind(config, place, rope)
     if old and new and _kind(config, "rope_parameters", new) not in ("default", kind):
@@ -71,7 +83,12 @@ def read_rope(
             f"{config.where}: rope_type = {kind!r} is not supported in {place} (only "
             f"{', '.join(map(repr, KEYS))})"
         )
-    known = {*GENERAL, *KEYS[kind], *(FOR_IMAGES if config.family in HAS_IMAGES else ())}
+    known = {
+        *GENERAL,
+        *KEYS[kind],
+        *(DERIVED if kind == YARN else ()),
+        *(FOR_IMAGES if config.family in HAS_IMAGES else ()),
+    }
     # The other set is passed over, but what it says must not be another thing.
     for name, entries in (("rope_parameters", new), ("rope_scaling", old)):
         unknown = [key for key, value in entries.items() if value is not None and key not in known]
@@ -85,6 +102,9 @@ def read_rope(
         values["factor"] = rope.get("factor")
     if kind == LLAMA3:
         values |= {key: rope.get(key) for key in LLAMA3_KEYS[:3]}
+    if kind == YARN:
+        values |= {key: rope.get(key) for key in (*YARN_KEYS[0:1], *YARN_KEYS[2:], *DERIVED)}
+    if kind in (LLAMA3, YARN):
         values[ORIGINAL] = _value(config, ORIGINAL, rope) or config.size("max_position_embeddings")
     for key, value in new.items() if old else ():
         if key in values and value != values[key]:
@@ -99,6 +119,8 @@ def read_rope(
     if kind == LINEAR:
         factor = check_number(values["factor"], "factor", config.where)
         return base, RopeScaling(factor, kind=kind), share
+    if kind == YARN:
+        return base, _yarn(config, values), share
     factor, low, high = (check_number(values[key], key, config.where) for key in LLAMA3_KEYS[:3])
     if low >= high:
         raise config.error("low_freq_factor", f"must be less than high_freq_factor = {high}", low)
@@ -106,9 +128,31 @@ def read_rope(
     return base, RopeScaling(factor, low, high, original), share
 
 
+def _yarn(config: Settings, values: dict[str, Any]) -> RopeScaling:
+    """Scaling by YaRN, with the defaults of transformers."""
+    original = check_size(values[ORIGINAL], ORIGINAL, config.where)
+    if values["factor"] is None:
+        values["factor"] = config.size("max_position_embeddings") / original
+    numbers = {"factor": values["factor"], "beta_fast": 32.0, "beta_slow": 1.0}
+    keys = (*numbers, "attention_factor")
+    numbers |= {key: values[key] for key in keys if values[key] is not None}
+    found = {key: check_number(value, key, config.where) for key, value in numbers.items()}
+    truncate = True if values["truncate"] is None else values["truncate"]
+    if not isinstance(truncate, bool):
+        raise config.error("truncate", "must be true or false", truncate)
+    scales = [
+        None if values[key] is None else check_number(values[key], key, config.where)
+        for key in DERIVED
+    ]
+    found.setdefault("attention_factor", yarn_factor(found["factor"], *scales))
+    return RopeScaling(
+        original_max_position_embeddings=original, kind=YARN, truncate=truncate, **found
+    )
+
+
 def _set(config: Settings, key: str) -> dict[str, Any]:
     """A set of values of rope; empty where there is none."""
-    rope = config.get(key)
+    rope = config.raw(key)
     rope = {} if rope is None else rope
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise config.error(key, "is not supported (only one set for all layers)", rope)
@@ -182,8 +226,19 @@ class Family:
     has_experts: bool = False
     rotary_percent: float | None = 1.0
     """Share of a head that rope turns; None: the file tells it."""
+    full_every: int = 0
+    """Where no list tells it, each so-many-th layer has no window; 0: the file tells it."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `ModelArchitecture` that are the same in all of its models."""
 
 
+GPT_OSS = {
+    "add_bias_linear": True,
+    "softmax_type": "learnable",
+    "activation": "quick_gelu",
+    "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0,
+}
 FAMILIES = {
     family.class_name: family
     for family in (
@@ -194,6 +249,14 @@ FAMILIES = {
         Family("mimo", "MiMoForCausalLM", add_qkv_bias=True),
         Family("mixtral", "MixtralForCausalLM", has_experts=True),
         Family("qwen3_moe", "Qwen3MoeForCausalLM", qk_layernorm=True, has_experts=True),
+        Family(
+            "gpt_oss",
+            "GptOssForCausalLM",
+            add_qkv_bias=True,
+            has_experts=True,
+            full_every=2,
+            own=GPT_OSS,
+        ),
         Family("nemotron_h", "NemotronHForCausalLM"),
         Family("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
         Family("bamba", "BambaForCausalLM", rotary_percent=0.5),
@@ -214,6 +277,10 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 BEYOND_TRANSFORMERS = (
     "activation",
+    "add_bias_linear",
+    "softmax_type",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
     "attention_output_gate",
     "layernorm_zero_centered_gamma",
     "moe_shared_expert_gate",
@@ -305,8 +372,9 @@ def _transformer(config: Settings, family: Family) -> dict[str, Any]:
         "layernorm_epsilon": config.number("rms_norm_eps"),
         "add_qkv_bias": family.add_qkv_bias,
         "qk_layernorm": family.qk_layernorm,
-        **_windows(config, layers),
+        **_windows(config, layers, family.full_every),
         **(read_experts(config, layers) if family.has_experts else {}),
+        **family.own,
     }
 
 
@@ -342,7 +410,7 @@ def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
         config |= write_mtp(a)
         check_written(a, read_architecture(config, where, a.bos_token_id, a.eos_token_ids))
         return config
-    _check_transformer(a)
+    _check_transformer(a, family)
     features = (a.add_qkv_bias, a.qk_layernorm, a.num_moe_experts > 0)
     if features != (family.add_qkv_bias, family.qk_layernorm, family.has_experts):
         raise CheckpointError(
@@ -359,8 +427,10 @@ def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
     defaults = DEFAULTS[a.model_type]
     if defaults["attention_bias"]:
         config["attention_bias"] = True
-    if "use_sliding_window" in defaults:
-        windows = a.attention_windows
+    windows = a.attention_windows
+    if family.full_every:
+        config["layer_types"] = [SLIDING if window else FULL for window in windows]
+    elif "use_sliding_window" in defaults:
         config["use_sliding_window"] = any(windows)
         config["max_window_layers"] = windows.count(0)
         if "layer_types" in defaults:
@@ -379,7 +449,7 @@ def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
     return config | write_experts(a) | write_mtp(a)
 
 
-def _check_transformer(a: ModelArchitecture) -> None:
+def _check_transformer(a: ModelArchitecture, family: Family) -> None:
     """Check that a transformer has nothing of hybrid models, which its family cannot say."""
     if not re.fullmatch(r"(\*[-E])+", a.pattern):
         raise CheckpointError(
@@ -387,6 +457,7 @@ def _check_transformer(a: ModelArchitecture) -> None:
             "convert to torch_dist instead"
         )
     plain = {f.name: f.default for f in fields(a) if f.name in BEYOND_TRANSFORMERS}
+    plain |= family.own
     check_written(a, ModelArchitecture.from_dict(a.to_dict() | plain))
 
 
@@ -426,21 +497,23 @@ def _family(config: dict[str, Any], where: str) -> Family:
     raise CheckpointError(f"{where}: {value} is not supported; families that are: {supported}")
 
 
-def _windows(config: Settings, layers: int) -> dict[str, Any]:
+def _windows(config: Settings, layers: int, full_every: int = 0) -> dict[str, Any]:
     """The window, and which layers have it."""
     window = None
     if not config.knows("sliding_window"):
         return {}
     if config.get("sliding_window") is not None:
         window = config.size("sliding_window")
-    if not config.knows("use_sliding_window"):
-        return {"sliding_window": window}
-    if not config.flag("use_sliding_window"):
+    if config.knows("use_sliding_window") and not config.flag("use_sliding_window"):
         window = None
-    if not config.knows("max_window_layers"):
+    if not config.knows("layer_types"):
         return {"sliding_window": window}
-    full, listed = config.whole("max_window_layers"), config.get("layer_types")
-    kinds = [FULL if window is None or n < full else SLIDING for n in range(layers)]
+    listed = config.get("layer_types")
+    if full_every:
+        kinds = [FULL if n % full_every == 0 else SLIDING for n in range(1, layers + 1)]
+    else:
+        full = config.whole("max_window_layers")
+        kinds = [FULL if window is None or n < full else SLIDING for n in range(layers)]
     if listed is not None:
         kinds = listed
         if not isinstance(kinds, list) or any(name not in (FULL, SLIDING) for name in kinds):
@@ -449,6 +522,7 @@ def _windows(config: Settings, layers: int) -> dict[str, Any]:
     if SLIDING not in kinds:
         return {}
     if window is None:
-        raise config.error("layer_types", "needs sliding_window and use_sliding_window", kinds)
+        needed = "sliding_window" if full_every else "sliding_window and use_sliding_window"
+        raise config.error("layer_types", f"needs {needed}", kinds)
     listed = tuple(int(kind == SLIDING) for kind in kinds)
     return {"sliding_window": window, "window_attn_skip_freq": None if all(listed) else listed}

@@ -96,6 +96,27 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
+    "gpt_oss": {
+        **_COMMON,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "attention_bias": True,
+        "sliding_window": 128,
+        "layer_types": None,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+    },
     "nemotron_h": {
         "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
@@ -194,6 +215,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 ALIASES: dict[str, dict[str, str]] = {
     "mixtral": {"num_experts": "num_local_experts"},
+    "gpt_oss": {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
     "qwen3_moe": {"num_local_experts": "num_experts"},
     "qwen3_next": {"num_local_experts": "num_experts"},
     "qwen3_5_moe": {"num_local_experts": "num_experts"},
@@ -218,6 +240,7 @@ NULLABLE: dict[str, tuple[str, ...]] = {
     "qwen3": ("num_key_value_heads", "sliding_window", "layer_types"),
     "mimo": ("num_key_value_heads", "sliding_window", "layer_types", "head_dim"),
     "mixtral": ("head_dim", "sliding_window"),
+    "gpt_oss": ("num_key_value_heads", "head_dim", "layer_types", "sliding_window"),
     "qwen3_moe": ("sliding_window", "mlp_only_layers"),
     "nemotron_h": (
         "layers_block_type",
@@ -301,6 +324,7 @@ _NORMS_OF_HEADS: dict[str, tuple[Any, ...]] = {"qk_layernorm": (True,), "use_qk_
 NEUTRAL_IN = dict.fromkeys(
     ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"), NEUTRAL | _NORMS_OF_HEADS
 )
+NEUTRAL_IN["gpt_oss"] = NEUTRAL | {"swiglu_limit": (7.0,)}
 """`NEUTRAL` in families where other values change nothing: published files of Qwen3-Coder say that
 queries and keys have norms, which the family has anyway."""
 
@@ -344,6 +368,7 @@ _STORED = "the shapes of the stored tensors tell it"
 HARMLESS_IN: dict[str, dict[str, str]] = {
     "mistral": {"max_window_layers": "all layers have the window"},
     "qwen3_moe": {"max_window_layers": "all layers have the window"},
+    "gpt_oss": {"initial_context_length": "the values of rope tell it"},
     "nemotron_h": {
         "num_hidden_layers": "the list of layers tells it",
         "expand": "the heads tell it",

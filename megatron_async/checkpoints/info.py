@@ -25,6 +25,7 @@ from megatron_async.models.architecture import (
     LLAMA3,
     MLP,
     RECURRENT,
+    YARN,
     ModelArchitecture,
 )
 from megatron_async.models.sizes import SIZES_OF
@@ -260,6 +261,7 @@ def _scaling(a: ModelArchitecture) -> list[tuple[str, bool]]:
     return [
         ("Llama-3 rope scaling", scaling.kind == LLAMA3),
         (f"rope scaled by {scaling.factor:g}", scaling.kind == LINEAR),
+        (f"YaRN by {scaling.factor:g}", scaling.kind == YARN),
     ]
 
 

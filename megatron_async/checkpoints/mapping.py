@@ -52,7 +52,7 @@ class Layer:
 
     def gate_up(self, name: str, parts: tuple[str, ...], ffn: int) -> Weight:
         """First matrix of an MLP of `ffn` units: [gate; up], or up alone."""
-        gated = self.a.activation == "silu"
+        gated = self.a.is_gated
         if gated and len(parts) == 1:
             joint = {parts[0]: (2 * ffn, self.a.hidden_size)}
             return self.weight(name, joint, 0, strips={"gate": ffn, "up": ffn})
@@ -61,6 +61,24 @@ class Layer:
     def part(self, prefix: str, name: str) -> str:
         """The tensor of an attention or Mamba-2 mixer that Hugging Face calls `name`."""
         return prefix + self.names.renamed.get(name, name)
+
+    def bias_of(self, weight: Weight) -> Weight:
+        """The bias of a weight of whole parts."""
+        end = len("weight")
+        parts = {f"{name[:-end]}bias": shape[:1] for name, shape in weight.parts.items()}
+        dim = 0 if weight.partition_dim == 0 else None
+        name, stored = (f"{each[:-end]}bias" for each in (weight.name, weight.stored))
+        return replace(weight, name=name, stored=stored, parts=parts, partition_dim=dim)
+
+    def first(self, weight: Weight) -> Iterator[Weight]:
+        """The first matrix of an MLP, and its bias."""
+        yield weight
+        if self.a.add_bias_linear:
+            yield self.bias_of(weight)
+
+    def last(self, weight: Weight) -> Iterator[Weight]:
+        """The last matrix of a layer, and its bias, whose sum goes into the residual stream."""
+        yield from map(self.into_residual, self.first(weight))
 
     def into_residual(self, weight: Weight) -> Weight:
         """The last matrix of a layer, whose product goes into the residual stream."""
@@ -77,10 +95,10 @@ def _attention(layer: Layer) -> Iterator[Weight]:
         {layer.names.mixer_norm: (hidden,)},
         stored=linear + "qkv.layer_norm_weight",
     )
-    yield layer.into_residual(
-        layer.weight(linear + "proj.weight", {layer.part(theirs, "o_proj.weight"): (hidden, q)}, 1)
-    )
-    for name, rest in (("weight", (hidden,)), *([("bias", ())] if a.add_qkv_bias else [])):
+    proj = {layer.part(theirs, "o_proj.weight"): (hidden, q)}
+    yield from layer.last(layer.weight(linear + "proj.weight", proj, 1))
+    has_bias = a.add_qkv_bias or a.add_bias_linear
+    for name, rest in (("weight", (hidden,)), *([("bias", ())] if has_bias else [])):
         parts = {layer.part(theirs, f"{p}_proj.{name}"): (n, *rest) for p, n in rows.items()}
         weight = layer.weight(f"{linear}qkv.{name}", parts, 0, a.num_query_groups)
         yield _with_gates(weight, a) if a.attention_output_gate else weight
@@ -90,6 +108,10 @@ def _attention(layer: Layer) -> Iterator[Weight]:
                 f"self_attention.{part}_layernorm.weight",
                 {f"{theirs}{part}_norm.weight": (a.kv_channels,)},
             )
+    if a.softmax_type == "learnable":
+        name, sinks = "self_attention.core_attention.softmax_offset", theirs + layer.names.sinks
+        weight = layer.weight(name, {sinks: (a.num_attention_heads,)}, 0)
+        yield replace(weight, is_float32=True)
 
 
 def _with_gates(weight: Weight, a: ModelArchitecture) -> Weight:
@@ -122,9 +144,9 @@ def _mlp(layer: Layer) -> Iterator[Weight]:
         {names.ffn_norm: (a.hidden_size,)},
         stored=fc1 + "layer_norm_weight",
     )
-    yield layer.gate_up(fc1 + "weight", names.gate_up, a.ffn_hidden_size)
+    yield from layer.first(layer.gate_up(fc1 + "weight", names.gate_up, a.ffn_hidden_size))
     down = {names.down: (a.hidden_size, a.ffn_hidden_size)}
-    yield layer.into_residual(layer.weight(fc2 + "weight", down, 1))
+    yield from layer.last(layer.weight(fc2 + "weight", down, 1))
 
 
 def _moe(layer: Layer) -> Iterator[Weight]:
@@ -132,11 +154,18 @@ def _moe(layer: Layer) -> Iterator[Weight]:
     hidden, experts = a.hidden_size, a.num_moe_experts
     yield layer.weight("pre_mlp_layernorm.weight", {names.ffn_norm: (hidden,)})
     yield layer.weight("mlp.router.weight", {names.router: (experts, hidden)})
+    if a.add_bias_linear:
+        yield layer.weight("mlp.router.bias", {names.router_bias: (experts,)})
     if a.moe_router_enable_expert_bias:
         bias = layer.weight("mlp.router.expert_bias", {names.expert_bias: (experts,)})
         yield replace(bias, is_float32=True)
     yield _experts(layer, "fc1", names.expert_gate_up, 0)
     yield layer.into_residual(_experts(layer, "fc2", (names.expert_down,), 1))
+    if a.add_bias_linear:
+        for name, part, dim in zip(("fc1", "fc2"), names.expert_biases, (0, None), strict=True):
+            rows = (1 + a.is_gated) * a.moe_ffn_hidden_size if dim == 0 else hidden
+            bias = _of_experts(layer, f"{name}.bias", {part: (experts, rows)}, dim)
+            yield bias if dim == 0 else layer.into_residual(bias)
     shared = a.moe_shared_expert_intermediate_size
     if shared:
         prefix = "mlp.shared_experts.linear_"
@@ -150,9 +179,8 @@ def _moe(layer: Layer) -> Iterator[Weight]:
 def _experts(layer: Layer, name: str, parts: tuple[str, ...], dim: int) -> Weight:
     """A matrix of all experts: fc1, whose rows ranks share, or fc2, whose columns."""
     a = layer.a
-    ffn, gated = a.moe_ffn_hidden_size, a.activation == "silu"
+    ffn, gated = a.moe_ffn_hidden_size, a.is_gated
     shape = (ffn, a.hidden_size) if dim == 0 else (a.hidden_size, ffn)
-    strips: dict[str, int] = {}
     order: tuple[Rows, ...] = ()
     named: dict[str, Shape]
     if "{e}" in parts[0]:
@@ -161,18 +189,26 @@ def _experts(layer: Layer, name: str, parts: tuple[str, ...], dim: int) -> Weigh
     else:
         rows = (1 + (gated and dim == 0)) * shape[0] // len(parts)
         named = dict.fromkeys(parts, (a.num_moe_experts, rows, shape[1]))
-        if dim == 0:
-            strips = {"gate": ffn, "up": ffn} if gated else {"up": ffn}
         if len(parts) > 1:
             order = tuple(Rows(part, 0, rows) for part in range(len(parts)))
+    return replace(_of_experts(layer, f"{name}.weight", named, dim), order=order)
+
+
+def _of_experts(layer: Layer, name: str, parts: dict[str, Shape], dim: int | None) -> Weight:
+    """A parameter of all experts, `[experts, rows, columns]`, or `[experts, rows]` of a bias."""
+    a, strips = layer.a, dict[str, int]()
+    is_stacked = len(next(iter(parts.values()))) == (2 if name.endswith("bias") else 3)
+    if dim == 0 and is_stacked:
+        strips = dict.fromkeys(("gate", "up") if a.is_gated else ("up",), a.moe_ffn_hidden_size)
     weight = layer.weight(
-        f"mlp.experts.linear_{name}.weight",
-        named,
+        f"mlp.experts.linear_{name}",
+        parts,
         dim,
-        stored=f"mlp.experts.experts.linear_{name}.weight",
+        stored=f"mlp.experts.experts.linear_{name}",
         strips=strips,
     )
-    return replace(weight, experts=a.num_moe_experts, order=order)
+    alternates = len(strips) > 1 and layer.names.alternates
+    return replace(weight, experts=a.num_moe_experts, alternates=alternates)
 
 
 def _recurrent(
@@ -287,7 +323,7 @@ def weights(
     """
     shard = shard or Shard()
     names = names or names_of(
-        architecture.model_type, stacked_experts, architecture.activation == "silu"
+        architecture.model_type, stacked_experts, architecture.is_gated
     )
     for weight in _whole_weights(architecture, names):
         name = shard.local_name(weight.name)
@@ -320,7 +356,7 @@ def _whole_weights(a: ModelArchitecture, names: FamilyNames) -> Iterator[Weight]
 def mtp_weights(a: ModelArchitecture, stacked: bool = False) -> Iterator[Weight]:
     """Every parameter of all depths of multi-token prediction, for one rank; `stacked` as for
     `weights`."""
-    names, mtp = names_of(a.model_type, stacked, a.activation == "silu"), mtp_names_of(a.model_type)
+    names, mtp = names_of(a.model_type, stacked, a.is_gated), mtp_names_of(a.model_type)
     hidden, layers = a.hidden_size, len(a.mtp_pattern)
     for depth in range(a.mtp_num_depths):
         first = depth * layers

@@ -115,6 +115,8 @@ def on_grid(weight: Weight, rows: int) -> Weight | None:
     end with such blocks, or with the weight."""
     if rows == 1:
         return weight
+    if weight.alternates:
+        return None
 
     def blocks(count: int) -> int:
         return -(-count // rows)

@@ -246,11 +246,12 @@ def write_experts(architecture: ModelArchitecture) -> dict[str, Any]:
         "num_experts_per_tok": a.moe_router_topk,
         "output_router_logits": False,
     }
-    if a.model_type == "mixtral":
+    if a.model_type in ("mixtral", "gpt_oss"):
         if a.moe_router_pre_softmax or MLP in a.pattern:
             raise CheckpointError(
-                f"a mixtral model with moe_router_pre_softmax = {a.moe_router_pre_softmax} and "
-                f"pattern = {a.pattern!r} has no Hugging Face form; convert to torch_dist instead"
+                f"a {a.model_type} model with moe_router_pre_softmax = "
+                f"{a.moe_router_pre_softmax} and pattern = {a.pattern!r} has no Hugging Face form; "
+                "convert to torch_dist instead"
             )
         return config | {
             "num_local_experts": a.num_moe_experts,

@@ -144,6 +144,8 @@ class Weight:
     """And then plus this: -1 where Hugging Face stores a norm's factor and Megatron factor - 1."""
     has_swapped_halves: bool = False
     """Hugging Face has the second half of the columns first. Not for strips, nor for experts."""
+    alternates: bool = False
+    """Rows of its strips, all of one size, stand in turns in Hugging Face's tensor (gpt-oss)."""
     order: tuple[Rows, ...] = ()
     """Where the rows of the whole weight, or of each of its experts, are found in the parts, from
     the first to the last, for parts that hold them in another order; such a weight has strips.
@@ -152,7 +154,8 @@ class Weight:
     @property
     def is_stacked(self) -> bool:
         """Whether one Hugging Face tensor holds all experts."""
-        return self.experts > 0 and len(next(iter(self.parts.values()))) == 3
+        dims = 2 if self.name.endswith("bias") else 3
+        return self.experts > 0 and len(next(iter(self.parts.values()))) == dims
 
     @property
     def is_of_whole_rows(self) -> bool:
@@ -269,6 +272,9 @@ class Weight:
         if self.order:
             yield from self._ordered_pieces(parameter)
             return
+        if self.alternates:
+            yield self._piece_in_turns(parameter)
+            return
         if self.strips:
             (name,) = self.parts
             for _strip, region, place in self._strip_pieces(parameter):
@@ -281,6 +287,18 @@ class Weight:
             (rows, _columns), half = held, place.size(-1) // 2
             yield name, (rows, slice(half, 2 * half)), place[..., :half]
             yield name, (rows, slice(0, half)), place[..., half:]
+
+    def _piece_in_turns(self, parameter: Tensor) -> tuple[str, Region, Tensor]:
+        """The only piece of strips whose rows stand in turns: its place is `[1, experts, rows of a
+        strip, strips, ...]`."""
+        (name,), axis, count = self.parts, self._row_axis, len(self.strips)
+        ranges = [range(size) for size in self.whole_shape]
+        if self.experts:
+            ranges[0] = self.shard.experts_of(self.experts)
+        held = self._strip_range(self.strips[0])
+        ranges[axis] = range(count * held.start, count * held.stop)
+        region = tuple(slice(part.start, part.stop) for part in ranges)
+        return name, region, parameter.unflatten(axis, (count, -1)).transpose(axis, axis + 1)[None]
 
     def _ordered_pieces(self, parameter: Tensor) -> Iterator[tuple[str, Region, Tensor]]:
         """`pieces` by `order`: what each run of rows has in common with each held strip."""
@@ -354,14 +372,14 @@ class Weight:
     def _expert_pieces(self, parameter: Tensor) -> Iterator[tuple[list[int], Tensor]]:
         """`[experts, rows, columns]`, where each expert's rows are those of its parts in turn."""
         first = self.shard.experts_of(self.experts).start
-        _experts, rows, columns = self.whole_shape
+        _experts, rows, *rest = self.whole_shape
         if self.partition_dim != 0:
-            yield [first, 0, self.shard.range_of(columns).start], parameter
+            yield [first, 0, *(self.shard.range_of(size).start for size in rest)], parameter
             return
         parts = len(self.parts) // self.experts
         for part, place in enumerate(parameter.chunk(parts, dim=1)):
             start = part * rows // parts + self.shard.range_of(rows // parts).start
-            yield [first, start, 0], place
+            yield [first, start, *(0 for _ in rest)], place
 
     def split(self, parameter: Tensor) -> dict[str, Tensor]:
         """The parts of a whole weight, as Hugging Face stores them: name -> contiguous tensor."""
@@ -375,5 +393,8 @@ class Weight:
             for name, region, place in self._ordered_pieces(parameter):
                 parts[name][region] = place
             return parts
+        if self.alternates:
+            name, _, place = self._piece_in_turns(parameter)
+            return {name: place.reshape(self.parts[name])}
         places = self.places(parameter)
         return {name: place.flatten(0, 1).contiguous() for name, place in places.items()}

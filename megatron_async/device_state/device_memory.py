@@ -41,7 +41,7 @@ from megatron_async.models.partition import (
     routed_layers,
 )
 from megatron_async.models.pipeline import stage_of
-from megatron_async.models.rotary import RotaryTable, described_frequencies
+from megatron_async.models.rotary import RotaryTable
 from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.attention.backends.base import INVARIANT_PART, AttentionShape
 from megatron_async.ops.attention.backends.own_kernel import TritonPrefill
@@ -118,7 +118,7 @@ def make_gpu_view(
         ),
         slots,
         kv_cache,
-        RotaryTable(described_frequencies(model), config.max_sequence_length, device.torch_device),
+        RotaryTable.described(model, config.max_sequence_length, device.torch_device),
         model.layernorm_epsilon,
         tuple(
             _make_attention(model, config, device, max_blocks, choices, window=window)
@@ -317,6 +317,7 @@ def _make_attention(
         INVARIANT_PART if config.batch_invariant_mode else 0,
         config.has_fp8_cache,
         window=window,
+        has_sinks=getattr(model, "softmax_type", "vanilla") != "vanilla",
     )
     if first_key:
         # The other backends have no such mask.

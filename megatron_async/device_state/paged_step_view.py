@@ -71,6 +71,7 @@ class PagedStepView(StepView):
         k_norm: Tensor | None,
         scale: float | None = None,
         has_gate: bool = False,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         key_cache, value_cache = self.kv_cache.layer(layer)
         query = self.ops.rope_append(
@@ -87,7 +88,7 @@ class PagedStepView(StepView):
             has_gate,
             self.kv_cache.scales_of_layer(layer),
         )
-        attended = self.attend(layer, query, scale)
+        attended = self.attend(layer, query, scale, sinks)
         if not has_gate:
             return attended
         return self.ops.output_gate(attended, mixed_qkv, key_cache.size(-2))
@@ -102,11 +103,17 @@ class PagedStepView(StepView):
         return QkvPlaces(cos, sin, step.positions, step.write_index, key_cache, value_cache, scales)
 
     @override
-    def attend(self, layer: int, query: Tensor, scale: float | None = None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         scale = query.size(-1) ** -0.5 if scale is None else scale
         cache = self.kv_cache
         scales = cache.scales_of_layer(layer)
-        return self.backend(layer).attend(query, *cache.layer(layer), scale, scales)
+        return self.backend(layer).attend(query, *cache.layer(layer), scale, scales, sinks)
 
     def is_static_batching(self) -> bool:
         """Never: the batch changes from step to step."""

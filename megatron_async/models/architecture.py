@@ -6,6 +6,7 @@ readers can use it cheaply. `models/hybrid.py` turns it into a Megatron-Core mod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -33,13 +34,14 @@ MTP_KINDS = ATTENTION + MLP + EXPERTS
 """Kinds that are served in a depth of multi-token prediction."""
 
 
-LLAMA3, LINEAR = "llama3", "linear"
+LLAMA3, LINEAR, YARN = "llama3", "linear", "yarn"
 """Kinds of `RopeScaling`, by Hugging Face's names."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of rope's frequencies: of the long waves alone (Llama 3), or of all alike."""
+    """Scaling of rope's frequencies: of the long waves alone (Llama 3), of those between two
+    numbers of turns in part (YaRN, Peng et al. 2023), or of all alike."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -47,6 +49,26 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
     kind: str = LLAMA3
+    beta_fast: float = 32.0
+    """YaRN's, as all that follow: waves with more turns in the original context are kept."""
+    beta_slow: float = 1.0
+    """Waves with fewer turns are stretched by the whole factor."""
+    truncate: bool = True
+    """The first and the last wave between the two are whole numbers."""
+    attention_factor: float = 1.0
+    """Factor of cos and sin, and so its square of the scores."""
+
+
+def yarn_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """`RopeScaling.attention_factor` where none is given: 0.1 ln(factor) + 1, or the ratio of two
+    such numbers (DeepSeek's `mscale`)."""
+
+    def grown(by: float) -> float:
+        return 0.1 * by * math.log(factor) + 1 if factor > 1 else 1.0
+
+    if mscale and mscale_all_dim:
+        return grown(mscale) / grown(mscale_all_dim)
+    return grown(1.0)
 
 
 @dataclass(frozen=True)
@@ -83,6 +105,12 @@ class ModelArchitecture:
     rope_scaling: RopeScaling | None = None
     add_qkv_bias: bool = False
     """Biases on the q, k and v projections (Qwen2)."""
+    add_bias_linear: bool = False
+    """Biases on these, on attention's output, on both products of MLPs and experts, and on the
+    router (gpt-oss)."""
+    softmax_type: str = "vanilla"
+    """Megatron's name of attention's sinks: "vanilla": none; "learnable": a learned score of each
+    head takes part in the softmax and has no value (gpt-oss); "off-by-one": a score of 0."""
     qk_layernorm: bool = False
     """RMSNorm on each query and key head before rope (Qwen3)."""
     attention_output_gate: bool = False
@@ -115,7 +143,12 @@ class ModelArchitecture:
     """Megatron's layer pattern, one character a layer (see `KINDS`). Given empty: for each of
     `num_layers` attention, and then experts if there are any, else an MLP."""
     activation: str = "silu"
-    """Activation of MLPs and experts: "silu" (SwiGLU: gate and up) or "squared_relu" (no gate)."""
+    """Activation of MLPs and experts: of a gate, "silu" (SwiGLU), "quick_gelu" or "fast_gelu"; or
+    "squared_relu" without a gate."""
+    activation_func_clamp_value: float | None = None
+    """Upper bound of the gate, and bound on both sides of what it multiplies; None: none."""
+    glu_linear_offset: float = 0.0
+    """Added to what the gate multiplies."""
     position_embedding_type: str = "rope"
     """"rope" or "none", Megatron's names."""
     rotary_percent: float = 1.0
@@ -237,6 +270,11 @@ class ModelArchitecture:
             )
         if EXPERTS in pattern and not self.num_moe_experts:
             raise ValueError(f"mtp_pattern {pattern!r} has experts, but num_moe_experts = 0.")
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether MLPs and experts have a gate."""
+        return self.activation != "squared_relu"
 
     @property
     def layers_per_block(self) -> int:
@@ -369,16 +407,19 @@ def moe_pattern(num_layers: int, dense_layers: tuple[int, ...] = ()) -> str:
 def _attention(a: ModelArchitecture, _experts: int) -> int:
     q, kv = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
     gate = q * a.attention_output_gate
-    biases = (q + gate + 2 * kv) * a.add_qkv_bias
+    biases = (q + gate + 2 * kv) * (a.add_qkv_bias or a.add_bias_linear)
+    biases += a.hidden_size * a.add_bias_linear
+    biases += a.num_attention_heads * (a.softmax_type == "learnable")
     return a.hidden_size * (2 * q + gate + 2 * kv) + biases + 2 * a.kv_channels * a.qk_layernorm
 
 
 def _mlp(a: ModelArchitecture, _experts: int) -> int:
-    return _matrices(a) * a.hidden_size * a.ffn_hidden_size
+    return _matrices(a) * a.hidden_size * a.ffn_hidden_size + _biases(a, a.ffn_hidden_size)
 
 
 def _experts(a: ModelArchitecture, experts: int) -> int:
-    router = a.num_moe_experts * (a.hidden_size + a.moe_router_enable_expert_bias)
+    of_expert = a.hidden_size + a.moe_router_enable_expert_bias + a.add_bias_linear
+    router = a.num_moe_experts * of_expert + experts * _biases(a, a.moe_ffn_hidden_size)
     gate = a.hidden_size * a.moe_shared_expert_gate
     units = experts * a.moe_ffn_hidden_size + a.moe_shared_expert_intermediate_size
     return router + gate + _matrices(a) * a.hidden_size * units
@@ -386,7 +427,12 @@ def _experts(a: ModelArchitecture, experts: int) -> int:
 
 def _matrices(a: ModelArchitecture) -> int:
     """Matrices of an MLP: gate, up and down, or up and down."""
-    return 3 if a.activation == "silu" else 2
+    return 3 if a.is_gated else 2
+
+
+def _biases(a: ModelArchitecture, ffn: int) -> int:
+    """Biases of an MLP of so many units."""
+    return ((1 + a.is_gated) * ffn + a.hidden_size) * a.add_bias_linear
 
 
 _PARAMETERS: dict[str, Callable[[ModelArchitecture, int], int]] = {

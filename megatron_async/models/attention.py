@@ -9,10 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron_async.models.decoder_layer import attended
+from megatron_async.models.linear import InferenceRowParallelLinear
 from megatron_async.ops.linear.stream import Stream
 
 if TYPE_CHECKING:
@@ -20,13 +26,44 @@ if TYPE_CHECKING:
 
 
 class PagedCoreAttention(nn.Module):
-    """The `core_attention` that Megatron's layer spec requires; it has no parameters.
+    """The `core_attention` that Megatron's layer spec requires.
 
     `StepView.attention`, which has the KV cache, computes the attention.
+
+    Attributes:
+        softmax_offset: float32 `[heads of this rank]`, the learned sinks of
+            `softmax_type="learnable"`; else None.
     """
 
-    def __init__(self, **_: Any) -> None:
+    float32_parameters = ("softmax_offset",)
+    softmax_offset: nn.Parameter | None
+
+    def __init__(
+        self,
+        config: TransformerConfig | None = None,
+        softmax_offset: nn.Parameter | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
         super().__init__()
+        self.tp_group: ProcessGroup | None = getattr(pg_collection, "tp", None)
+        if config is not None and config.softmax_type == "learnable":
+            heads = config.num_attention_heads // get_pg_size(self.tp_group)
+            softmax_offset = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.register_parameter("softmax_offset", softmax_offset)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Megatron's form: ranks share the heads."""
+        if self.softmax_offset is None:
+            return {}
+        place = get_pg_rank(self.tp_group), get_pg_size(self.tp_group)
+        lead, key = len(sharded_offsets), f"{prefix}softmax_offset"
+        part = ShardedTensor.from_rank_offsets(
+            key, self.softmax_offset, *sharded_offsets, (lead, *place), prepend_axis_num=lead
+        )
+        return {key: part}
 
 
 class PagedSelfAttention(SelfAttention):
@@ -40,6 +77,27 @@ class PagedSelfAttention(SelfAttention):
     cache_scales: Tensor | None = None
     """Scales of keys and values that are stored in fp8, as `scales_of` makes them for this rank's
     heads; None: the checkpoint has none. No parameter: an update of weights leaves it alone."""
+    _zeros: Tensor | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if isinstance(self.linear_proj, InferenceRowParallelLinear):
+            self.linear_proj.skip_bias_add = False  # the product adds it
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """Scores of this rank's heads that take part in the softmax and have no value, float32;
+        None: there are none."""
+        kind = self.config.softmax_type
+        if kind == "vanilla":
+            return None
+        if kind == "learnable":
+            offset: Tensor = self.core_attention.softmax_offset
+            return offset.flatten().float()
+        if self._zeros is None:
+            heads, device = self.num_attention_heads_per_partition, self.linear_proj.weight.device
+            self._zeros = torch.zeros(heads, device=device)
+        return self._zeros
 
     def forward(
         self,

@@ -23,6 +23,7 @@ from megatron_async.models.mlp import InferenceMLP
 from megatron_async.models.norm import factors_of
 from megatron_async.ops.attention.cpu.host_attention import HostPagedAttention
 from megatron_async.ops.cpu.rows import serves
+from megatron_async.ops.linear.activations import SWIGLU
 from megatron_async.ops.linear.cpu.eight_bit import LoopedWeight
 from megatron_async.ops.linear.cpu.helpers import CHUNK_BYTES, helpers_of
 from megatron_async.ops.linear.stream import Stream
@@ -161,7 +162,8 @@ def _is_served(attention: Any, mlp: Any, config: Any) -> bool:
     norms = [n for n in (attention.q_layernorm, attention.k_layernorm) if n is not None]
     linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
     return (
-        config.gated_linear_unit
+        mlp.gating == SWIGLU
+        and config.softmax_type == "vanilla"
         and config.window_size is None  # one block table for all layers
         and not config.attention_output_gate
         and all(serves(factors_of(norm)) for norm in norms)

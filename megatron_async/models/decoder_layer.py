@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_async.models.linear import InferenceColumnParallelLinear
 from megatron_async.models.norm import factors_of, set_norm
+from megatron_async.ops.linear.activations import SWIGLU, Gating
 from megatron_async.ops.linear.product_kernel import Activation
 from megatron_async.ops.linear.stream import Stream
 
@@ -42,13 +43,14 @@ def attended(attention: Any, stream: Stream, view: StepView) -> Tensor:
         product = qkv.product(stream, choice, places)
     else:
         product = qkv(stream.value[:, None])[0].squeeze(1)
+    sinks = attention.sinks
     if places is not None:
-        return view.attend(layer, product, scale).flatten(1)
+        return view.attend(layer, product, scale, sinks).flatten(1)
     q_factors = None if q_norm is None else factors_of(q_norm)
     k_factors = None if k_norm is None else factors_of(k_norm)
     # With sequence parallelism rows of padding stand behind the step's tokens.
     mixed = product[: view.dims.tokens]
-    return view.attention(layer, mixed, q_factors, k_factors, scale, has_gate).flatten(1)
+    return view.attention(layer, mixed, q_factors, k_factors, scale, has_gate, sinks).flatten(1)
 
 
 def mlp_layer(mlp: Any, stream: Stream, view: StepView, may_split: bool) -> Stream:
@@ -64,20 +66,26 @@ def mlp_layer(mlp: Any, stream: Stream, view: StepView, may_split: bool) -> Stre
 
 def activated(mlp: Any, stream: Stream) -> Tensor:
     """First product and activation of an MLP, `[rows, ffn]`; see `attended` about other layers."""
-    fc1, activation = mlp.linear_fc1, activation_of(mlp.config.gated_linear_unit)
+    fc1, activation = mlp.linear_fc1, activation_of(mlp.gating)
     if isinstance(fc1, InferenceColumnParallelLinear):
         choice = fc1.choose(stream, activation=activation)
         product = fc1.product(stream, choice)
         if choice.met.activation:
             return product
     else:
-        product = fc1(stream.value[:, None])[0].squeeze(1)
-    return (mlp.ops.swiglu if activation == "swiglu" else mlp.ops.squared_relu)(product)
+        wide, bias = fc1(stream.value[:, None])
+        product = wide.squeeze(1) if bias is None else wide.squeeze(1) + bias
+    if mlp.gating is None:
+        return mlp.ops.squared_relu(product)
+    return mlp.ops.swiglu(product) if activation else mlp.ops.swiglu(product, mlp.gating)
 
 
-def activation_of(gated: bool) -> Activation:
-    """The activation of an MLP, with a gate (Shazeer 2020) or without (So et al. 2021)."""
-    return "swiglu" if gated else "squared_relu"
+def activation_of(gating: Gating | None) -> Activation:
+    """The activation of an MLP, as a product may have it behind it: with a gate (Shazeer 2020) or
+    without (So et al. 2021); other units are ops of their own."""
+    if gating is None:
+        return "squared_relu"
+    return "swiglu" if gating == SWIGLU else ""
 
 
 def own_layer(block: Any, stream: Stream, view: StepView, may_split: bool) -> Stream:

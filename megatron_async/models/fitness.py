@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.enums import AttnMaskType
@@ -22,7 +21,7 @@ from megatron_async.models.architecture import KINDS
 from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.hybrid_stack import PagedHybridStack
 from megatron_async.models.linear import SharedLinear
-from megatron_async.models.mlp import UNGATED, InferenceMLP
+from megatron_async.models.mlp import UNGATED, InferenceMLP, gating_of
 from megatron_async.models.moe import MoELayer, TopKRouter
 from megatron_async.models.norm import InferenceRMSNorm
 from megatron_async.models.partition import layer_windows, local_heads, recurrent_layers
@@ -32,7 +31,6 @@ from megatron_async.models.sizes import SIZES_OF
 from megatron_async.ops.linear.products import choose_for
 
 ATTENTION = {
-    "softmax_type": "vanilla",
     "multi_latent_attention": False,
     "flash_decode": False,
     "context_parallel_size": 1,
@@ -45,15 +43,7 @@ STACK = {"fp32_residual_connection": False, "apply_residual_connection_post_laye
 NORMS = {"normalization": "RMSNorm"}
 """Fields and the one value of each that `make_norm` serves: the norms of `PagedHybridStack` itself,
 not of its subclasses."""
-GATED = {True: F.silu, False: UNGATED}
-"""`gated_linear_unit` and the `activation_func` that is served with it."""
-MLP = {
-    "activation_func_clamp_value": None,
-    "glu_linear_offset": 0.0,
-    "add_bias_linear": False,
-}
-"""Fields and the one value of each that `InferenceMLP` and the experts of `MoELayer` serve."""
-EXPERTS = MLP | {
+EXPERTS = {
     "moe_router_num_groups": None,
     "moe_latent_size": None,
     "moe_apply_probs_on_input": False,
@@ -134,7 +124,6 @@ def _modules(model: nn.Module, config: Any, settings: InferenceConfig) -> Iterat
             yield from _mixer(module, config)
             yield from _unserved(mine, module.served)
         elif isinstance(module, InferenceMLP):
-            yield from _unserved(mine, MLP)
             yield from strange_activation(mine)
         elif isinstance(module, MoELayer):
             yield from _unserved(mine, EXPERTS)
@@ -155,8 +144,13 @@ def _unserved(config: Any, served: Mapping[str, Any]) -> Iterator[str]:
 
 def strange_activation(config: Any) -> Iterator[str]:
     """An activation that no MLP or expert here has, if a configuration names one."""
-    served, mine = GATED[config.gated_linear_unit], config.activation_func
-    if mine is not served:
+    gated, mine = config.gated_linear_unit, config.activation_func
+    if gated and gating_of(config) is not None:
+        return
+    for name in () if gated else ("activation_func_clamp_value", "glu_linear_offset"):
+        if getattr(config, name):
+            yield f"{name}={getattr(config, name)} without a gate"
+    if gated or mine is not UNGATED:
         name = getattr(mine, "__name__", repr(mine))
         yield f"activation_func={name} with gated_linear_unit={config.gated_linear_unit}"
 
@@ -170,6 +164,8 @@ def _router(module: MoELayer) -> Iterator[str]:
         yield f"moe_router_enable_expert_bias=True with moe_router_score_function={function!r}"
     if config.moe_shared_expert_gate and module.shared_experts is None:
         yield "moe_shared_expert_gate=True without a shared expert"
+    if config.add_bias_linear and module.shared_experts is not None:
+        yield "add_bias_linear=True with a shared expert"
     built = module.router.expert_bias is not None, module.shared_experts is not None
     if built != (bool(has_bias), bool(config.moe_shared_expert_intermediate_size)):
         yield "an expert bias or a shared expert that its configuration tells otherwise"

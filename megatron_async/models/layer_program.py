@@ -146,14 +146,15 @@ class NotedView:
         cache = torch.empty((1, 1, heads, dim), dtype=self._config.params_dtype, device="meta")
         return QkvPlaces(table, table, self.write_index, self.write_index, cache, cache)
 
-    def attend(self, layer: int, query: Tensor, scale: float | None = None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, *_: Any) -> Tensor:
         """Attention of rotated queries."""
         self._ops.notes.append("attention")
         return query
 
     def attention(
-        self, layer: int, mixed_qkv: Tensor, q_norm: Any, k_norm: Any, scale: Any, has_gate: bool
-    ) -> Tensor:
+        self, layer: int, mixed_qkv: Tensor, q_norm: Any, k_norm: Any, scale: Any, has_gate: bool,
+        sinks: Any,
+    ) -> Tensor:  # fmt: skip
         """q/k norms, rope, append and attention."""
         norms = "q/k norms + " if q_norm is not None else ""
         self._ops.notes.append(f"{norms}{'rope + ' if self._rotated else ''}append")

@@ -63,6 +63,7 @@ class SharedLinear(HeldWeight):
     """What linear layers of this file have beside Megatron's."""
 
     tp_group: Any
+    skip_bias_add: bool
     packed_weight: KeptWeight | None = None
     ops = LayerOps()
 

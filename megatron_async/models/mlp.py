@@ -7,7 +7,9 @@ import copy
 from typing import Any
 
 import torch
-from megatron.core.activations import squared_relu
+import torch.nn.functional as F
+from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
+from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
@@ -20,18 +22,47 @@ from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
+    SharedLinear,
 )
+from megatron_async.ops.linear.activations import Gating
 from megatron_async.ops.linear.stream import Stream
 
+GATED: dict[str, Any] = {"silu": F.silu, "quick_gelu": quick_gelu, "fast_gelu": fast_gelu}
+"""The functions of a gate that are served, as `TransformerConfig.activation_func`, by their names
+in a `Gating`."""
+SAME = {fused_bias_geglu.quick_gelu: quick_gelu}
+"""Functions that Megatron-Core has twice."""
 UNGATED = squared_relu
 """The activation that is served without a gate, as `TransformerConfig.activation_func`."""
 
 
+def gating_of(config: Any) -> Gating | None:
+    """The gated unit that a `TransformerConfig` describes; None: it has no gate, or one that is not
+    served (`fitness.strange_activation` tells)."""
+    function = SAME.get(config.activation_func, config.activation_func)
+    names = [name for name, served in GATED.items() if served is function]
+    if not config.gated_linear_unit or not names:
+        return None
+    clamp = config.activation_func_clamp_value or 0.0
+    return Gating(names[0], clamp, config.glu_linear_offset)  # type: ignore[arg-type]
+
+
 class InferenceMLP(MLP):
-    """Megatron's `MLP` with SwiGLU (Shazeer 2020) or, without a gate, squared ReLU (So et al. 2021)
-    as one op; other activations are not served."""
+    """Megatron's `MLP` with a gated unit (Shazeer 2020) or, without a gate, squared ReLU (So et al.
+    2021) as one op; other activations are not served.
+
+    Attributes:
+        gating: the unit; None: squared ReLU.
+    """
 
     ops = LayerOps()
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.gating = gating_of(config)
+        for linear in (self.linear_fc1, self.linear_fc2):
+            if isinstance(linear, SharedLinear):
+                linear.skip_bias_add = False  # products add it
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any

@@ -7,7 +7,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_async.models.architecture import (
@@ -17,7 +16,7 @@ from megatron_async.models.architecture import (
     ModelArchitecture,
     RopeScaling,
 )
-from megatron_async.models.mlp import UNGATED
+from megatron_async.models.mlp import GATED, UNGATED
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.models.pipeline import layer_costs, output_cost, split_pattern
 from megatron_async.models.sizes import CONV_KERNEL, SIZES_OF
@@ -60,6 +59,9 @@ SAME = (
     "kv_channels",
     "layernorm_epsilon",
     "add_qkv_bias",
+    "softmax_type",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
     "qk_layernorm",
     "attention_output_gate",
     "layernorm_zero_centered_gamma",
@@ -104,7 +106,6 @@ def transformer_config(
     rank, unless `sizes` say otherwise."""
     a, sizes = architecture, sizes or ParallelSizes()
     stages = sizes.pipeline_model_parallel
-    gated = a.activation == "silu"
     recurrent = [SIZES_OF[kind].FIELDS for kind in RECURRENT if kind in a.pattern]
     names = [*SAME, *chain.from_iterable(recurrent)]
     same: dict[str, Any] = {name: getattr(a, name) for name in names}
@@ -118,8 +119,8 @@ def transformer_config(
         num_layers=len(a.pattern),
         ffn_hidden_size=a.ffn_hidden_size or None,
         normalization="RMSNorm",
-        gated_linear_unit=gated,
-        activation_func=F.silu if gated else UNGATED,
+        gated_linear_unit=a.is_gated,
+        activation_func=GATED.get(a.activation, UNGATED),
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -153,6 +154,8 @@ def transformer_config(
     # Megatron-Core refuses to make a configuration with a single expert a token whose weight is
     # always 1, since nothing trains such a router. Served it can be.
     config.moe_router_pre_softmax = a.moe_router_pre_softmax
+    # Nor experts with biases that tensor-parallel ranks share.
+    config.add_bias_linear = a.add_bias_linear
     return config
 
 

@@ -28,6 +28,7 @@ from megatron_async.ops.experts.expert_plan import (
 )
 from megatron_async.ops.experts.expert_routing import Routing, force_routing
 from megatron_async.ops.experts.few_tokens import ExpertLayer, find_plan
+from megatron_async.ops.linear.activations import SWIGLU
 from megatron_async.ops.linear.product_kernel import NORM_WIDTH
 from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.ranks.tensor_collectives import collectives_of
@@ -42,6 +43,7 @@ class TopKRouter(MegatronModule):
 
     Attributes:
         weight: `[experts, hidden]`; every rank has all of it.
+        bias: `[experts]`, the linear layer's own; or None.
         expert_bias: float32 `[experts]`, added to the scores for the choice alone; or None.
     """
 
@@ -61,6 +63,10 @@ class TopKRouter(MegatronModule):
         if config.moe_router_enable_expert_bias:
             bias = torch.nn.Parameter(torch.empty(experts, dtype=torch.float32))
         self.register_parameter("expert_bias", bias)
+        bias = None
+        if config.add_bias_linear:
+            bias = torch.nn.Parameter(torch.empty(experts, dtype=config.params_dtype))
+        self.register_parameter("bias", bias)
         if not 0 < self.topk <= experts:
             raise ConfigurationError(
                 f"moe_router_topk={self.topk} must be between 1 and num_moe_experts={experts}."
@@ -79,10 +85,11 @@ class TopKRouter(MegatronModule):
             self.sigmoid,
             self.expert_bias,
             self.scale,
+            self.bias,
         )
         if (forced := forced_experts(view)) is None:
             return routing
-        scores = self.pre_softmax, self.sigmoid, self.scale
+        scores = self.pre_softmax, self.sigmoid, self.scale, self.bias
         return force_routing(routing, forced, hidden_states, self.weight, *scores)
 
 
@@ -197,6 +204,10 @@ class MoELayer(MegatronModule):
             shared_fc1=fc1,
             shared_fc2=fc2,
             shared_gate=gate,
+            logit_bias=router.bias,
+            bias1=self.experts.linear_fc1.bias,
+            bias2=self.experts.bias2,
+            gating=self.experts.gating or SWIGLU,
         )
         plan = find_plan(rows, layer, self.ops.major, self.ops.is_invariant)
         return None if plan is None else (layer, plan)

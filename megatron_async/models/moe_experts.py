@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from megatron_async.models.held_weight import HeldWeight
 from megatron_async.models.layer_ops import LayerOps
+from megatron_async.models.mlp import gating_of
 from megatron_async.ops.experts.expert_exchange import (
     SymmetricExchange,
     combine_add_rms_norm,
@@ -35,11 +36,13 @@ from megatron_async.ops.experts.expert_exchange import (
 )
 from megatron_async.ops.experts.expert_mlp import ExpertWeight
 from megatron_async.ops.experts.expert_routing import Routing
+from megatron_async.ops.linear.activations import SWIGLU
 from megatron_async.ops.linear.cpu.grouped_weight import GroupedExperts, GroupedWeight
 
 
 class StackedLinear(nn.Module, HeldWeight):
-    """One weight for all experts of this rank, `[local experts, out, in]`.
+    """One weight for all experts of this rank, `[local experts, out, in]`, and their biases,
+    `[local experts, out]`, or None.
 
     Attributes:
         packed_weight: all that there is of a weight that is kept as a GGUF file's blocks.
@@ -47,9 +50,15 @@ class StackedLinear(nn.Module, HeldWeight):
 
     packed_weight: GroupedWeight | None = None
 
-    def __init__(self, experts: int, rows: int, columns: int, dtype: torch.dtype) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, experts: int, rows: int, columns: int, dtype: torch.dtype, has_bias: bool = False
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty((experts, rows, columns), dtype=dtype))
+        bias = nn.Parameter(torch.empty((experts, rows), dtype=dtype)) if has_bias else None
+        self.register_parameter("bias", bias)
 
     @property
     def kept(self) -> ExpertWeight:
@@ -60,14 +69,15 @@ class StackedLinear(nn.Module, HeldWeight):
 
 
 class Experts(MegatronModule):
-    """MLPs with SwiGLU (Shazeer 2020) or, without a gate, squared ReLU, computed as grouped matrix
-    products. Experts are spread over the group `ep`, each split over `tp`, evenly
+    """MLPs with a gated unit (Shazeer 2020) or, without a gate, squared ReLU, computed as grouped
+    matrix products. Experts are spread over the group `ep`, each split over `tp`, evenly
     (`check_partition`).
 
     Attributes:
         first_expert: number of the first expert of this rank.
         linear_fc1: `[local experts, 2 * ffn, hidden]`, [gate; up]; without a gate `ffn` rows.
         linear_fc2: `[local experts, hidden, ffn]`.
+        gating: the unit; None: squared ReLU.
     """
 
     ops = LayerOps()
@@ -81,8 +91,15 @@ class Experts(MegatronModule):
         self.first_expert = dist.get_rank(self.ep_group) * experts
         hidden, dtype = config.hidden_size, config.params_dtype
         self.halves = 2 if config.gated_linear_unit else 1
-        self.linear_fc1 = StackedLinear(experts, self.halves * ffn, hidden, dtype)
-        self.linear_fc2 = StackedLinear(experts, hidden, ffn, dtype)
+        self.gating, has_bias = gating_of(config), config.add_bias_linear
+        self.linear_fc1 = StackedLinear(experts, self.halves * ffn, hidden, dtype, has_bias)
+        self.linear_fc2 = StackedLinear(experts, hidden, ffn, dtype, has_bias)
+
+    @property
+    def bias2(self) -> Tensor | None:
+        """The bias of the second product, which every tensor-parallel rank holds, on that rank
+        which adds it to the sum over the ranks."""
+        return self.linear_fc2.bias if dist.get_rank(self.tp_group) == 0 else None
 
     def forward(self, hidden_states: Tensor, routing: Routing) -> Tensor:
         """Sum of this rank's experts for each token: `[tokens, hidden]` -> the same."""
@@ -93,6 +110,9 @@ class Experts(MegatronModule):
             self.linear_fc2.kept,
             self.first_expert,
             self.config.num_moe_experts,
+            self.linear_fc1.bias,
+            self.bias2,
+            self.gating or SWIGLU,
         )
 
     def sharded_state_dict(
@@ -117,17 +137,24 @@ class Experts(MegatronModule):
             places = [(index + half * size, self.halves * size) for half in range(self.halves)]
             return [part(key, half, 1, place) for half, place in zip(halves, places, strict=True)]
 
-        fc1, fc2 = "linear_fc1.weight", "linear_fc2.weight"
-        return {
-            prefix + fc1: ShardedTensorFactory(
-                f"{prefix}experts.{fc1}",
-                self.linear_fc1.weight,
+        found: dict[str, Any] = {}
+        for name, tensor in self.linear_fc1.named_parameters(prefix="linear_fc1"):
+            found[prefix + name] = ShardedTensorFactory(
+                f"{prefix}experts.{name}",
+                tensor,
                 gate_and_up,
                 lambda halves: torch.cat(halves, dim=1),
                 replica,
-            ),
-            prefix + fc2: part(f"{prefix}experts.{fc2}", self.linear_fc2.weight, 2, tp),
-        }
+            )
+        fc2 = "linear_fc2.weight"
+        found[prefix + fc2] = part(f"{prefix}experts.{fc2}", self.linear_fc2.weight, 2, tp)
+        if (bias := self.linear_fc2.bias) is not None:
+            key, whole = f"{prefix}experts.linear_fc2.bias", (*sharded_offsets, (lead, *ep))
+            same = (0, tp[0], dist.get_rank(self.replicas))
+            found[f"{prefix}linear_fc2.bias"] = ShardedTensor.from_rank_offsets(
+                key, bias, *whole, replica_id=same, prepend_axis_num=lead
+            )
+        return found
 
 
 def _place(group: dist.ProcessGroup) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron_async.models.architecture import LINEAR, RopeScaling
+from megatron_async.models.architecture import LINEAR, YARN, RopeScaling
 
 if TYPE_CHECKING:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -34,6 +34,10 @@ def inverse_frequencies(dim: int, base: float, scaling: RopeScaling | None = Non
         return inv_freq
     if scaling.kind == LINEAR:
         return inv_freq / scaling.factor
+    if scaling.kind == YARN:
+        kept = 1 - _stretched_share(dim, base, scaling)
+        stretched = 1.0 / (scaling.factor * base**exponent)
+        return stretched * (1 - kept) + inv_freq * kept
     wavelength = 2 * math.pi / inv_freq
     low = scaling.original_max_position_embeddings / scaling.low_freq_factor
     high = scaling.original_max_position_embeddings / scaling.high_freq_factor
@@ -43,6 +47,24 @@ def inverse_frequencies(dim: int, base: float, scaling: RopeScaling | None = Non
     blended = (1 - smooth) * inv_freq / scaling.factor + smooth * inv_freq
     stretched = torch.where(wavelength > low, inv_freq / scaling.factor, inv_freq)
     return torch.where((wavelength <= low) & (wavelength >= high), blended, stretched)
+
+
+def _stretched_share(dim: int, base: float, scaling: RopeScaling) -> Tensor:
+    """How far each pair's wave is stretched by YaRN (arXiv 2309.00071, section 3.2), float32 `[dim
+    / 2]`: from 0 where the wave turns `beta_fast` times in the original context, to 1 where it
+    turns `beta_slow` times."""
+    length = scaling.original_max_position_embeddings
+    first, last = (
+        dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+        for turns in (scaling.beta_fast, scaling.beta_slow)
+    )
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001
+    pairs = torch.arange(dim // 2, dtype=torch.float32, device="cpu")
+    return ((pairs - first) / (last - first)).clamp(0, 1)
 
 
 def described_frequencies(config: Any) -> Tensor:
@@ -65,6 +87,7 @@ class RotaryTable:
         max_positions: number of rows.
         device: where the table lives.
         interpolation: positions are divided by it (linear interpolation, Chen et al. 2023).
+        factor: of cos and sin (`RopeScaling.attention_factor`).
 
     Attributes:
         cos, sin: float32 `[max_positions, rotated]`; the second half repeats the first, because the
@@ -77,14 +100,22 @@ class RotaryTable:
         max_positions: int,
         device: torch.device,
         interpolation: float | None = None,
+        factor: float = 1.0,
     ) -> None:
         positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
         if interpolation is not None:
             positions *= 1 / interpolation
         angles = torch.outer(positions, frequencies)
         angles = torch.cat((angles, angles), dim=-1)
-        self.cos = angles.cos().to(device)
-        self.sin = angles.sin().to(device)
+        self.cos = (angles.cos() * factor).to(device)
+        self.sin = (angles.sin() * factor).to(device)
+
+    @classmethod
+    def described(cls, config: Any, max_positions: int, device: torch.device) -> RotaryTable:
+        """The table that a model's configuration describes."""
+        scaling = getattr(config, "rope_scaling", None)
+        factor = scaling.attention_factor if isinstance(scaling, RopeScaling) else 1.0
+        return cls(described_frequencies(config), max_positions, device, factor=factor)
 
 
 LEARNED = "learned_absolute"

@@ -69,6 +69,7 @@ class StepView(Protocol):
         k_norm: Tensor | None,
         scale: float | None = None,
         has_gate: bool = False,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q/k norm, rotary embedding, KV append and causal attention of one layer.
 
@@ -80,6 +81,7 @@ class StepView(Protocol):
             scale: of scores before the softmax; None: one by the root of dim.
             has_gate: `mixed_qkv` has the gates of the output after each KV head's query heads, and
                 the output is multiplied by the sigmoids of the gates.
+            sinks: float32 `[heads]`, scores that take part in the softmax and have no value.
 
         Returns:
             `[tokens, heads, dim]`.
@@ -89,7 +91,13 @@ class StepView(Protocol):
         """Where a product by the layer's qkv weight may put its outputs itself, if the layer has
         neither q/k norms nor a gate; None if heads are not rotated as a whole."""
 
-    def attend(self, layer: int, query: Tensor, scale: float | None = None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Causal attention of rotated queries `[tokens, heads, dim]`, whose keys and values are in
         the cache; shape, dtype and device of `query`."""
 

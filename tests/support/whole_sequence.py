@@ -15,7 +15,7 @@ from megatron_async.models.attention import stamp_kv_layers
 from megatron_async.models.norm import fold_norms
 from megatron_async.models.partition import recurrent_layers, recurrent_sizes
 from megatron_async.models.pipeline import stage_of
-from megatron_async.models.rotary import RotaryTable, described_frequencies
+from megatron_async.models.rotary import RotaryTable
 from megatron_async.models.sizes import DeltaSizes, MambaSizes
 from megatron_async.ops.recurrent.delta_pools import DeltaParams
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
@@ -90,7 +90,7 @@ class WholeSequence:
         self.max_sequence_length = tokens
         self.step = SimpleNamespace(write_index=torch.arange(tokens))
         self.dims = SimpleNamespace(tokens=tokens, dispatch_tokens=0)
-        self.rotary = RotaryTable(described_frequencies(config), tokens, torch.device("cpu"))
+        self.rotary = RotaryTable.described(config, tokens, torch.device("cpu"))
         self.eps = config.layernorm_epsilon
         self.dim = config.kv_channels
         self._groups = config.num_query_groups // config.tensor_model_parallel_size
@@ -115,8 +115,9 @@ class WholeSequence:
         k_norm: Tensor | None,
         scale: float | None = None,
         has_gate: bool = False,
+        sinks: None = None,
     ) -> Tensor:
-        """Causal attention, `[tokens, heads, dim]`."""
+        """Causal attention, `[tokens, heads, dim]`, without sinks."""
         tokens = len(mixed_qkv)
         groups = self._groups
         grouped = mixed_qkv.unflatten(1, (groups, -1, self.dim))

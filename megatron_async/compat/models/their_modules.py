@@ -77,11 +77,17 @@ def _copied(module: Any, theirs: Any, ours: ModelConfig, done: dict[int, Any]) -
     made._modules.pop(GRAPHS, None)
     for name, child in made._modules.items():
         if name == "core_attention":
-            made._modules[name] = PagedCoreAttention()
+            made._modules[name] = PagedCoreAttention(softmax_offset=_learned(child))
         elif child is not None:
             made._modules[name] = _copied(child, theirs, ours, done)
     _exchange_class(made)
     return made
+
+
+def _learned(core_attention: Any) -> nn.Parameter | None:
+    """The learned sinks of an attention."""
+    found = getattr(core_attention, "softmax_offset", None)
+    return found if isinstance(found, nn.Parameter) else None
 
 
 def _exchange_class(module: Any) -> None:

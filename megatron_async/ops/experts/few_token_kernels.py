@@ -229,8 +229,8 @@ def _activated_rows(
     form: tl.constexpr,
 ) -> None:
     """A row of x times `count` rows of a weight, from `start` on, their `bias` from there on, and
-    the activation; the up row of each, if there is a gating, is `n` rows behind it. A weight with a `form` has `scales`, and the rows are
-    those from the `first` on."""
+    the activation; the up row of each, if there is a gating, is `n` rows behind it. A weight with a
+    `form` has `scales`, and the rows are those from the `first` on."""
     k: tl.constexpr = sizes[0]
     block_n: tl.constexpr = sizes[1]
     block_k: tl.constexpr = sizes[2]

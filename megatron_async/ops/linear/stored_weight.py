@@ -183,8 +183,9 @@ class StoredWeight:
         """Fill a place with a region, piece by piece; raises as `checked`.
 
         Args:
-            place: of any dtype and as many values, in order; of the shape `[.., rows, columns]`, or
-                `[groups, rows / groups, columns]`.
+            place: of any dtype and as many values, in order; of the shape `[.., rows, columns]`,
+                `[groups, rows / groups, columns]`, or `[1, experts, groups, rows / groups,
+                columns]`.
             region: as for `decode`.
             read: a region of a stored tensor, by what it is to the weight, on the place's device.
         """
@@ -306,10 +307,14 @@ def put(place: Tensor, at: Place, values: Tensor, of_experts: bool) -> None:
     in the region; `of_experts`: the region has an axis of experts."""
     expert, rows, columns = at
     if of_experts:
-        place = (place[0] if place.dim() == 4 else place)[expert]
+        place = (place[0] if place.dim() >= 4 else place)[expert]
     whole = place if place.dim() == 3 else place[None]
     each, first, last = whole.size(1), rows.start, rows.stop
     values = values.reshape(last - first, -1)
+    if first % each == 0 and last % each == 0:  # whole groups, as many as there may be
+        inside = slice(first // each, last // each)
+        whole[inside, :, columns] = values.view(-1, each, values.size(1))
+        return
     for group in range(first // each, -(-last // each)):
         start, stop = max(first, group * each), min(last, (group + 1) * each)
         inside = slice(start - group * each, stop - group * each)

@@ -32,7 +32,6 @@ from kernel_cases.case import (
 from kernel_cases.kept_weight import MODEL, bytes_of_number, draw
 from kernel_cases.linear import multiply
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.models.decoder_layer import activation_of
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.ops.experts.expert_mlp import expert_mlp_by_plan
 from megatron_async.ops.experts.expert_plan import (
@@ -171,7 +170,9 @@ class Layers:
             output = expert_mlp_by_plan(normed, routing, layer.fc1, layer.fc2, 0, plan)
             if layer.shared_fc1 is None or layer.shared_fc2 is None:
                 continue
-            activated = multiply(normed, layer.shared_fc1, activation_of(self.sizes.gated))
+            activated = multiply(
+                normed, layer.shared_fc1, "swiglu" if self.sizes.gated else "squared_relu"
+            )
             shared = multiply(activated, layer.shared_fc2)
             if layer.shared_gate is None:
                 output = output + shared

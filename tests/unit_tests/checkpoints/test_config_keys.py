@@ -142,8 +142,8 @@ def test_plain_files_are_known(family: str, caplog: pytest.LogCaptureFixture) ->
     ("changes", "message"),
     [
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_type = 'yarn'.*rope_scaling",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+            "rope_type = 'dynamic'.*rope_scaling",
         ),
         ({"rope_theta": 5e5}, "rope_theta = 500000.0 is 3000.0 among the values of rope"),
         (
@@ -203,7 +203,7 @@ def test_settings_beside_the_language_model(family: str) -> None:
     assert read(unnamed) == read(plain)
     assert read(whole | {"tie_word_embeddings": True}).tie_word_embeddings
     for key, value in (
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("rope_scaling", {"rope_type": "dynamic", "factor": 4.0}),
         ("rms_norm_eps", 0.5),
         ("quantization_config", {"quant_method": "fp8"}),
     ):

@@ -197,7 +197,7 @@ def test_sliding_window_is_recorded_where_it_is_active(
             "GPT2LMHeadModel.*is not supported; families that are: .*llama",
         ),
         ({"architectures": "absent", "model_type": "gemma3"}, "model_type = 'gemma3'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type = 'yarn'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 0}}, "factor = 0 must be a positive"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one set for all layers"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor = None"),
         ({"rope_parameters": {"rope_theta": "many"}}, "rope_theta = 'many'"),

@@ -1,11 +1,13 @@
 """The rotary table against `transformers`, bit for bit: token-exact comparisons rest on it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from megatron_async.models.architecture import RopeScaling
+from megatron_async.models.architecture import RopeScaling, yarn_factor
 from megatron_async.models.rotary import RotaryTable, inverse_frequencies
 from megatron_async.ops.attention.rope_append import apply_rotary_reference
 
@@ -15,13 +17,23 @@ SCALINGS = [
     RopeScaling(8.0, 1.0, 4.0, 8192),  # Llama 3.1
     RopeScaling(32.0, 1.0, 4.0, 8192),  # Llama 3.2
     RopeScaling(2.0, 0.5, 3.0, 64),
-]
+    RopeScaling(  # gpt-oss
+        32.0, original_max_position_embeddings=4096, kind="yarn", truncate=False,
+        attention_factor=yarn_factor(32.0, None, None),
+    ),
+    RopeScaling(  # DeepSeek
+        40.0, original_max_position_embeddings=512, kind="yarn", beta_fast=16.0, beta_slow=2.0,
+        attention_factor=yarn_factor(40.0, 0.9, 0.7),
+    ),
+]  # fmt: skip
 
 
 def llama_rotary(dim, base, scaling):
     parameters = {"rope_type": "default", "rope_theta": base}
     if scaling is not None:
-        parameters = {"rope_type": "llama3", "rope_theta": base, **vars(scaling)}
+        parameters = {"rope_type": scaling.kind, "rope_theta": base, **vars(scaling)}
+        if scaling.factor == 40:
+            parameters |= {"attention_factor": None, "mscale": 0.9, "mscale_all_dim": 0.7}
     config = LlamaConfig(
         hidden_size=4 * dim,
         num_attention_heads=4,
@@ -37,7 +49,8 @@ def llama_rotary(dim, base, scaling):
 def test_table_equals_transformers(dim, base, scaling):
     theirs = llama_rotary(dim, base, scaling)
     assert torch.equal(inverse_frequencies(dim, base, scaling), theirs.inv_freq)
-    table = RotaryTable(inverse_frequencies(dim, base, scaling), 3000, CPU)
+    config = SimpleNamespace(kv_channels=dim, rotary_base=base, rope_scaling=scaling)
+    table = RotaryTable.described(config, 3000, CPU)
     cos, sin = theirs(torch.zeros(1), torch.arange(3000)[None])
     assert torch.equal(table.cos, cos[0])
     assert torch.equal(table.sin, sin[0])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_async.ops.experts.expert_mlp import ExpertWeight, expert_mlp
 from megatron_async.ops.experts.expert_routing import Routing
+from megatron_async.ops.linear.activations import SWIGLU, Gating
 from megatron_async.ops.linear.cpu.grouped_weight import GroupedExperts
 from megatron_async.ops.linear.cpu.helpers import CHUNK_BYTES, helpers_of
 
@@ -24,9 +25,15 @@ def expert_mlp_cpu(
     fc2: ExpertWeight,
     first_expert: int,
     num_experts: int,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    gating: Gating = SWIGLU,
 ) -> Tensor:
-    if not (isinstance(fc1, GroupedExperts) and isinstance(fc2, GroupedExperts)):
-        return expert_mlp.reference(x, routing, fc1, fc2, first_expert, num_experts)
+    is_kept = isinstance(fc1, GroupedExperts) and isinstance(fc2, GroupedExperts)
+    if not is_kept or bias1 is not None or bias2 is not None or gating != SWIGLU:
+        more = bias1, bias2, gating
+        return expert_mlp.reference(x, routing, fc1, fc2, first_expert, num_experts, *more)
+    assert isinstance(fc1, GroupedExperts) and isinstance(fc2, GroupedExperts)
     x, shape = x.contiguous(), (first_expert, fc1.shape, fc2.shape)
     out = torch.empty_like(x)
     for first in range(0, len(x), MOST_TOKENS):
