@@ -63,7 +63,7 @@ class FamilyNames:
         "mlp.experts.gate_up_proj_bias",
         "mlp.experts.down_proj_bias",
     )
-    """Of both products of all experts."""
+    """Biases of both products, of all experts."""
     alternates: bool = False
     """Rows of gate and up stand in turns where one tensor holds both."""
     sinks: str = "sinks"

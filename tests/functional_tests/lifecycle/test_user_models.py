@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.fusions import fused_softmax
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.enums import AttnMaskType
@@ -60,6 +61,17 @@ SERVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "mup": ({"use_mup": True, "mup_base_hidden_size": 8}, {}),
     "windows": ({"window_size": (16, 0), "window_attn_skip_freq": 2}, {}),
+    "learned sinks": ({"softmax_type": "learnable"}, {}),
+    "sinks of zero": ({"softmax_type": "off-by-one"}, {}),
+    "bounded quick GELU, biases": (
+        {
+            "add_bias_linear": True,
+            "activation_func": quick_gelu,
+            "activation_func_clamp_value": 0.5,
+            "glu_linear_offset": 1.0,
+        },
+        {},
+    ),
 }
 """Changes of the configuration, and arguments of the model."""
 
@@ -157,7 +169,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"window_size": (20, 5)},
         {},
     ),
-    ("softmax_type='off-by-one'", {"softmax_type": "off-by-one"}, {}),
     ("flash_decode=True", {"flash_decode": True}, {}),
     ("attn_mask_type=no_mask", {}, {"mask": AttnMaskType.no_mask}),
     (
@@ -219,8 +230,8 @@ def test_norms_of_heads_must_be_alike() -> None:
 
 
 def test_all_reasons_are_told_at_once() -> None:
-    config = gpt_config(rotary_interleaved=True, softmax_type="off-by-one")
-    with pytest.raises(ConfigurationError, match=r"rotary_interleaved=True; softmax_type='off-by"):
+    config = gpt_config(rotary_interleaved=True, no_rope_freq=2)
+    with pytest.raises(ConfigurationError, match=r"rotary_interleaved=True; no_rope_freq=\[0, 1\]"):
         wrap(make_gpt(config))
 
 
@@ -237,8 +248,10 @@ EXPERTS = DUMMY_SHAPES["tiny-moe"]
         ({"normalization": "LayerNorm"}, "normalization='LayerNorm'"),
         ({"fp32_residual_connection": True}, "fp32_residual_connection=True"),
         ({"activation_func": F.gelu}, "activation_func=gelu"),
-        ({"activation_func_clamp_value": 7.0}, "activation_func_clamp_value=7.0"),
-        ({"add_bias_linear": True}, "add_bias_linear=True"),
+        (
+            {"gated_linear_unit": False, "activation_func": squared_relu, "glu_linear_offset": 1.0},
+            "glu_linear_offset=1.0 without a gate",
+        ),
     ],
 )
 def test_our_layers_with_a_configuration_that_they_do_not_serve(

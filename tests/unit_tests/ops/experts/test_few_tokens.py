@@ -102,7 +102,7 @@ def test_equals_torch(tokens, shared, gate, gated, device):
 
 @pytest.mark.parametrize(("gated", "shared"), [(True, 0), (False, 72)])
 def test_biases_equal_torch(gated, shared, device):
-    """Of the router, of both products, and the unit of gpt-oss; the shared expert has none."""
+    """Biases of the router and of both products, and gpt-oss's unit; a shared expert has none."""
     shape = sizes(experts=12, topk=3, hidden=136, ffn=40, shared=shared, gated=gated)
     layer = make_layer(shape, torch.float32, device)
     bias1, bias2, gating = draw_biases(layer.fc1, layer.fc2, torch.float32)
