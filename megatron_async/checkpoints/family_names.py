@@ -245,6 +245,11 @@ def names_of(model_type: str, modules: bool, gated: bool) -> FamilyNames:
     return PUBLISHED.get(model_type, FamilyNames())
 
 
+def is_transposed(model_type: str, name: str) -> bool:
+    """Whether files of 16 bits hold a tensor as `[experts, in, out]`."""
+    return model_type == "gpt_oss" and name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+
+
 @dataclass(frozen=True)
 class MtpNames:
     """Tensor names of one family.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron_async.checkpoints.cache_scales import load_cache_scales, read_scales
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.family_names import is_transposed
 from megatron_async.checkpoints.files import read_json
 from megatron_async.checkpoints.huggingface_config import read_architecture, write_config
 from megatron_async.checkpoints.huggingface_delta import (
@@ -51,7 +52,7 @@ from megatron_async.checkpoints.source import (
     total_bytes,
 )
 from megatron_async.checkpoints.tensor_files import INDEX, SINGLE, TensorFiles, has_weights
-from megatron_async.checkpoints.upload import upload
+from megatron_async.checkpoints.upload import read_to
 from megatron_async.json_objects import write_object
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.held_weight import Operand
@@ -224,7 +225,10 @@ class HuggingFaceSource(NamedTensorSource):
 
     def _is_transposed(self, name: str) -> bool:
         """Whether a tensor is stored `[experts, in, out]`."""
-        return is_transposed(self.architecture, name) and name not in self._tensors.quantised
+        return (
+            is_transposed(self.architecture.model_type, name)
+            and name not in self._tensors.quantised
+        )
 
     @cached_property
     @override
@@ -245,14 +249,14 @@ class HuggingFaceSource(NamedTensorSource):
         if self._is_transposed(name):
             experts, rows, columns = region
             stored = self._stored_tensor(name)
-            return _read(stored, (experts, columns, rows), device).transpose(1, 2)
-        return _read(self._stored_tensor(name), region, device)
+            return read_to(stored, (experts, columns, rows), device).transpose(1, 2)
+        return read_to(self._stored_tensor(name), region, device)
 
     @override
     def fill(self, place: Tensor, name: str, region: Region) -> None:
         if quantised := self._tensors.quantised.get(name):
             files, device = self._files, place.device
-            quantised.fill(place, region, lambda n, part: _read(files.tensor(n), part, device))
+            quantised.fill(place, region, lambda n, part: read_to(files.tensor(n), part, device))
             return
         stored = self._stored_tensor(name)
         start = None if self._is_transposed(name) else stored.place_of(region)
@@ -289,7 +293,7 @@ class HuggingFaceSource(NamedTensorSource):
         files, device, layout = self._files, into.device, Layout(into.form, into.scales.dtype)
         self._tensors.quantised[name].fill_quantised(
             places, region, layout, into.dtype, factor,
-            lambda n, part: _read(files.tensor(n), part, device),
+            lambda n, part: read_to(files.tensor(n), part, device),
         )  # fmt: skip
 
     @override
@@ -446,27 +450,6 @@ class HuggingFaceSource(NamedTensorSource):
         return _StoredTensors(model, mtp_names, quantised, scales, stored, left_out)
 
 
-def is_transposed(a: ModelArchitecture, name: str) -> bool:
-    """Whether files of 16 bits hold a tensor as `[experts, in, out]`."""
-    return a.model_type == "gpt_oss" and name.endswith(
-        ("experts.gate_up_proj", "experts.down_proj")
-    )
-
-
-def _read(stored: StoredTensor, region: Region, device: torch.device) -> Tensor:
-    """A region of a stored tensor on a device, in its dtype."""
-    if device.type != "cuda":
-        return stored.read(region).to(device)
-    shape, place = [part.stop - part.start for part in region], stored.place_of(region)
-    found = torch.empty(shape, dtype=stored.torch_dtype, device=device)
-    if place is not None:
-        upload(found, lambda piece, at: stored.file.fill(stored.name, place + at, piece))
-    else:
-        values = stored.read(region).view(-1).view(torch.uint8)
-        upload(found, lambda piece, at: piece.copy_(values[at : at + len(piece)]))
-    return found
-
-
 def _few(names: list[str]) -> str:
     """Some names, for a message."""
     more = f" and {len(names) - 3} more" if len(names) > 4 else ""
@@ -536,7 +519,7 @@ def save_huggingface(
                 if read is not None:
                     read(weight.name, plain)
                 for name, values in weight.split(plain).items():
-                    if is_transposed(architecture, name):
+                    if is_transposed(architecture.model_type, name):
                         values = values.transpose(1, 2).contiguous()
                     tensors |= quantiser.tensors(name, values) if quantiser else {name: values}
             save_file(tensors, folder / file, metadata={"format": "pt"})

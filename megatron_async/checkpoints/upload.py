@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_async.checkpoints.safetensors_file import StoredTensor
+from megatron_async.checkpoints.weight import Region
+
 PIECE_BYTES = 16 << 20
 
 
@@ -41,3 +44,17 @@ def upload(target: Tensor, read: Callable[[Tensor, int], Any]) -> None:
         read(piece, number * PIECE_BYTES)
         written.copy_(piece, non_blocking=True)
         copied.record(stream)
+
+
+def read_to(stored: StoredTensor, region: Region, device: torch.device) -> Tensor:
+    """A region of a stored tensor on a device, in its dtype."""
+    if device.type != "cuda":
+        return stored.read(region).to(device)
+    shape, place = [part.stop - part.start for part in region], stored.place_of(region)
+    found = torch.empty(shape, dtype=stored.torch_dtype, device=device)
+    if place is not None:
+        upload(found, lambda piece, at: stored.file.fill(stored.name, place + at, piece))
+    else:
+        values = stored.read(region).view(-1).view(torch.uint8)
+        upload(found, lambda piece, at: piece.copy_(values[at : at + len(piece)]))
+    return found
