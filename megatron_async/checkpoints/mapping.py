@@ -322,9 +322,7 @@ def weights(
         names: of tensors, where they are not Hugging Face's, but for those of MTP.
     """
     shard = shard or Shard()
-    names = names or names_of(
-        architecture.model_type, stacked_experts, architecture.is_gated
-    )
+    names = names or names_of(architecture.model_type, stacked_experts, architecture.is_gated)
     for weight in _whole_weights(architecture, names):
         name = shard.local_name(weight.name)
         if name is not None:
