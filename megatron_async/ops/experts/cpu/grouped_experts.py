@@ -33,7 +33,8 @@ def expert_mlp_cpu(
     if not is_kept or bias1 is not None or bias2 is not None or gating != SWIGLU:
         more = bias1, bias2, gating
         return expert_mlp.reference(x, routing, fc1, fc2, first_expert, num_experts, *more)
-    assert isinstance(fc1, GroupedExperts) and isinstance(fc2, GroupedExperts)
+    assert isinstance(fc1, GroupedExperts)
+    assert isinstance(fc2, GroupedExperts)
     x, shape = x.contiguous(), (first_expert, fc1.shape, fc2.shape)
     out = torch.empty_like(x)
     for first in range(0, len(x), MOST_TOKENS):
