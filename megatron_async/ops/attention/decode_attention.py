@@ -38,10 +38,10 @@ from megatron_async.ops.attention.join_parts import (
     join_parts,
     weigh_tile,
 )
-from megatron_async.ops.attention.narrow_cache import (
+from megatron_async.ops.attention.narrow_cache import check_dtypes
+from megatron_async.ops.attention.narrow_tile import (
     WEIGHT_BITS,
     as_halves,
-    check_dtypes,
     even_and_odd,
     of_units,
     padded_dim,

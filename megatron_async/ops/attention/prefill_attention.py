@@ -23,13 +23,8 @@ from megatron_async.ops.attention.join_parts import (
     join_one,
     join_parts,
 )
-from megatron_async.ops.attention.narrow_cache import (
-    WEIGHT_BITS,
-    as_halves,
-    check_dtypes,
-    evens_first,
-    padded_dim,
-)
+from megatron_async.ops.attention.narrow_cache import check_dtypes
+from megatron_async.ops.attention.narrow_tile import WEIGHT_BITS, as_halves, evens_first, padded_dim
 from megatron_async.ops.attention.prefill_schedule import UNIT, PrefillSchedule
 from megatron_async.ops.attention.prefill_tile import Tile
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous

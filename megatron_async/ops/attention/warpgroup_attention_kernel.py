@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from megatron_async.ops.attention.narrow_cache import WEIGHT_BITS
+from megatron_async.ops.attention.narrow_tile import WEIGHT_BITS
 from megatron_async.ops.attention.prefill_schedule import GROUP_QUERIES, UNIT
 from megatron_async.ops.attention.warpgroup_join import join_parts_of_queries
 from megatron_async.ops.attention.warpgroup_parts import attend_parts

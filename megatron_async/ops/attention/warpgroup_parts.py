@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from megatron_async.ops.attention import join_parts
-from megatron_async.ops.attention.narrow_cache import WEIGHT_BITS
+from megatron_async.ops.attention.narrow_tile import WEIGHT_BITS
 from megatron_async.ops.attention.warpgroup_tiles import (
     again,
     as_factor,

@@ -9,13 +9,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from megatron_async.ops.attention import narrow_cache
+from megatron_async.ops.attention import narrow_tile
 
 # mypy: disable-error-code="assignment"
 
 # As Gluon takes Triton's own functions.
-as_halves = gluon.jit(narrow_cache.as_halves.fn)
-evens_first = gluon.jit(narrow_cache.evens_first.fn)
+as_halves = gluon.jit(narrow_tile.as_halves.fn)
+evens_first = gluon.jit(narrow_tile.evens_first.fn)
 
 IN_SHARED_MEMORY = gl.constexpr(
     gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
