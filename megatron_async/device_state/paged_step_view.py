@@ -74,10 +74,11 @@ class PagedStepView(StepView):
         sinks: Tensor | None = None,
     ) -> Tensor:
         key_cache, value_cache = self.kv_cache.layer(layer)
+        rotary = self.rotary.of(layer)
         query = self.ops.rope_append(
             mixed_qkv,
-            self.rotary.cos,
-            self.rotary.sin,
+            rotary.cos,
+            rotary.sin,
             self.step.positions,
             self.step.write_index,
             key_cache,
@@ -96,7 +97,8 @@ class PagedStepView(StepView):
     @override
     def qkv_places(self, layer: int) -> QkvPlaces | None:
         key_cache, value_cache = self.kv_cache.layer(layer)
-        cos, sin = self.rotary.cos, self.rotary.sin
+        rotary = self.rotary.of(layer)
+        cos, sin = rotary.cos, rotary.sin
         if cos.size(1) != key_cache.size(-1):
             return None
         step, scales = self.step, self.kv_cache.scales_of_layer(layer)

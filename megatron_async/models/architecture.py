@@ -103,6 +103,11 @@ class ModelArchitecture:
     layernorm_epsilon: float = 1e-5
     rotary_base: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    window_rotary_base: float | None = None
+    """Rope base of window layers, whose frequencies are not scaled (Gemma 3); None: theirs are
+    those of all layers."""
+    no_rope_freq: tuple[int, ...] = ()
+    """A 1 for each of `num_layers` without rope and a 0 for each other one; (): all have it."""
     add_qkv_bias: bool = False
     """Biases on the q, k and v projections (Qwen2)."""
     add_bias_linear: bool = False
@@ -226,6 +231,11 @@ class ModelArchitecture:
 
     def _check_window(self) -> None:
         window, skips = self.sliding_window, self.window_attn_skip_freq
+        if self.no_rope_freq and len(self.no_rope_freq) != self.num_layers:
+            raise ValueError(
+                f"no_rope_freq has {len(self.no_rope_freq)} entries, but num_layers = "
+                f"{self.num_layers}: give one for each layer."
+            )
         if window is not None and window < 1:
             raise ValueError(f"sliding_window = {window} must be 1 key or more, or None.")
         if isinstance(skips, tuple) and len(skips) != self.num_layers:
@@ -380,7 +390,8 @@ class ModelArchitecture:
         values = dict(values)
         if values.get("rope_scaling") is not None:
             values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
-        values["eos_token_ids"] = tuple(values.get("eos_token_ids") or ())
+        for name in ("eos_token_ids", "no_rope_freq"):
+            values[name] = tuple(values.get(name) or ())
         if isinstance(skips := values.get("window_attn_skip_freq"), list):
             values["window_attn_skip_freq"] = tuple(skips)
         dense_layers = values.pop("dense_layers", ())

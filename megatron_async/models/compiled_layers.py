@@ -76,6 +76,7 @@ class CompiledLayers:
             isinstance(backend, HostPagedAttention)
             and view.dims.tokens > 0
             and backend.is_all_rows
+            and not view.rotary.others
             and serves(hidden_states, view.rotary.cos)
         )
 

@@ -90,8 +90,6 @@ def _positions(model: nn.Module, settings: InferenceConfig) -> Iterator[str]:
     rotates = rotary is not None or described
     if rotates and (config.rotary_interleaved or getattr(rotary, "rotary_interleaved", False)):
         yield "rotary_interleaved=True"
-    if rotates and any(config.no_rope_freq or ()):
-        yield f"no_rope_freq={config.no_rope_freq}"
     longest = getattr(model, "max_sequence_length", settings.max_sequence_length)
     if kind == LEARNED and longest < settings.max_sequence_length:
         yield (

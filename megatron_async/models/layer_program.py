@@ -17,7 +17,7 @@ from megatron_async.models.fitness import check_invariant_layers
 from megatron_async.models.held_weight import Operand
 from megatron_async.models.layer_ops import bind_ops
 from megatron_async.models.norm import fold_norms
-from megatron_async.models.rotary import described_frequencies
+from megatron_async.models.rotary import described_frequencies, other_tables
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.linear.product_kernel import new_sums
@@ -136,15 +136,20 @@ class NotedView:
         self.write_index = torch.empty(dims.tokens, dtype=torch.int64, device="meta")
         self.may_gate = dims.is_decode_only and dims.width == 1
         self._rotated = 2 * len(described_frequencies(config))
+        self._others = other_tables(config, 1, torch.device("cpu"))
 
     def qkv_places(self, layer: int) -> QkvPlaces | None:
         """Places of the qkv product, where heads are rotated as a whole."""
         dim, heads = self._config.kv_channels, self._config.num_query_groups
-        if self._rotated != dim:
+        if self._rotated_of(layer) != dim:
             return None
         table = torch.empty((1, dim), device="meta")
         cache = torch.empty((1, 1, heads, dim), dtype=self._config.params_dtype, device="meta")
         return QkvPlaces(table, table, self.write_index, self.write_index, cache, cache)
+
+    def _rotated_of(self, layer: int) -> int:
+        other = self._others.get(layer)
+        return self._rotated if other is None else other.cos.size(1)
 
     def attend(self, layer: int, query: Tensor, *_: Any) -> Tensor:
         """Attention of rotated queries."""
@@ -157,7 +162,7 @@ class NotedView:
     ) -> Tensor:  # fmt: skip
         """q/k norms, rope, append and attention."""
         norms = "q/k norms + " if q_norm is not None else ""
-        self._ops.notes.append(f"{norms}{'rope + ' if self._rotated else ''}append")
+        self._ops.notes.append(f"{norms}{'rope + ' if self._rotated_of(layer) else ''}append")
         heads, dim = self._config.num_attention_heads, self._config.kv_channels
         attended = self.attend(layer, mixed_qkv.new_empty((len(mixed_qkv), heads, dim)))
         if has_gate:

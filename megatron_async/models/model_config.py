@@ -31,6 +31,9 @@ class ModelConfig(TransformerConfig):
     """Layer pattern of the `HybridModel`, "|" between pipeline stages; None for a `GPTModel`."""
     rotary_base: float = 10000.0
     """Rope base ("theta")."""
+    window_rotary_base: float | None = None
+    """Rope base of layers with a window, whose frequencies are not scaled (Gemma 3); None: theirs
+    are those of all layers."""
     rope_scaling: RopeScaling | None = None
     """Llama-3 frequency scaling."""
     position_embedding_type: str = "rope"
@@ -66,6 +69,7 @@ SAME = (
     "attention_output_gate",
     "layernorm_zero_centered_gamma",
     "rotary_base",
+    "window_rotary_base",
     "rope_scaling",
     "position_embedding_type",
     "rotary_percent",
@@ -141,6 +145,7 @@ def transformer_config(
             a.pattern, stages, output_cost(a, dtype, sizes), layer_costs(a, dtype, sizes)
         ),
         **_windows(a),
+        no_rope_freq=_layers_without_rope(a),
         # Or a tied embedding's copy would be filled by a collective on GPUs, before it has memory.
         init_model_with_meta_device=stages > 1,
         is_hybrid_model=a.count(RECURRENT) > 0,
@@ -168,6 +173,15 @@ def _windows(architecture: ModelArchitecture) -> dict[str, Any]:
     windows = iter(a.attention_windows)
     listed = [int(kind == ATTENTION and next(windows) > 0) for kind in a.pattern]
     return {"window_size": (a.sliding_window - 1, 0), "window_attn_skip_freq": listed}
+
+
+def _layers_without_rope(architecture: ModelArchitecture) -> list[int] | None:
+    """Megatron's list of the layers of the pattern: 1 for those without rope; None: there are
+    none."""
+    a = architecture
+    if not any(a.no_rope_freq):
+        return None
+    return [a.no_rope_freq[n // a.layers_per_block] for n in range(len(a.pattern))]
 
 
 def _multipliers(architecture: ModelArchitecture) -> dict[str, Any]:

@@ -96,6 +96,15 @@ def mtp_kv_layers(model: Any) -> int:
     return depths * str(getattr(model, "mtp_pattern", "")).count(ATTENTION)
 
 
+def attention_numbers(model: Any) -> list[list[int]]:
+    """Megatron's numbers, from 1, of the attention layers of each pipeline stage, without those of
+    multi-token prediction, by Megatron's `TransformerConfig`."""
+    pattern = getattr(model, "hybrid_layer_pattern", None)
+    parts = [ATTENTION * model.num_layers] if pattern is None else pattern.split("|")
+    number = itertools.count(1)
+    return [[n for kind, n in zip(part, number) if kind == ATTENTION] for part in parts]
+
+
 def layer_windows(model: Any) -> list[list[int]]:
     """The keys that a token sees in each KV layer of each pipeline stage, 0 for all, by Megatron's
     `TransformerConfig`. Layers of multi-token prediction, which come last, have no window.
@@ -103,22 +112,17 @@ def layer_windows(model: Any) -> list[list[int]]:
     Raises:
         ConfigurationError: `window_attn_skip_freq` lists fewer layers than there are.
     """
-    pattern = getattr(model, "hybrid_layer_pattern", None)
-    parts = [ATTENTION * model.num_layers] if pattern is None else pattern.split("|")
     window, skips = model.window_size, model.window_attn_skip_freq
     # Megatron counts the keys before a token's own.
     keys = 0 if window is None or window[0] < 0 else window[0] + 1
-    layers = sum(map(len, parts))
+    layers = model.num_layers
     if keys and isinstance(skips, list) and len(skips) < layers:
         raise ConfigurationError(
             f"window_attn_skip_freq={skips} has {len(skips)} entries: give one for each of "
             f"{layers} layers."
         )
-    number = itertools.count(1)
-    found = [
-        [keys * has_window(skips, n) for kind, n in zip(part, number) if kind == ATTENTION]
-        for part in parts
-    ]
+    stages = attention_numbers(model)
+    found = [[keys * has_window(skips, n) for n in stage] for stage in stages]
     found[-1] += [0] * mtp_kv_layers(model)
     return found
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_async.models.architecture import LINEAR, YARN, RopeScaling
+from megatron_async.models.partition import attention_numbers, layer_windows
+from megatron_async.models.pipeline import stage_of
 
 if TYPE_CHECKING:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -92,6 +94,7 @@ class RotaryTable:
     Attributes:
         cos, sin: float32 `[max_positions, rotated]`; the second half repeats the first, because the
             rotation pairs element i of a head with i + rotated / 2.
+        others: tables of KV layers that have one of their own (`other_tables`).
     """
 
     def __init__(
@@ -109,13 +112,45 @@ class RotaryTable:
         angles = torch.cat((angles, angles), dim=-1)
         self.cos = (angles.cos() * factor).to(device)
         self.sin = (angles.sin() * factor).to(device)
+        self.others: dict[int, RotaryTable] = {}
+
+    def of(self, layer: int) -> RotaryTable:
+        """The table of a KV layer."""
+        return self.others.get(layer, self)
 
     @classmethod
     def described(cls, config: Any, max_positions: int, device: torch.device) -> RotaryTable:
-        """The table that a model's configuration describes."""
+        """The table that a model's configuration describes, with those of its layers."""
         scaling = getattr(config, "rope_scaling", None)
         factor = scaling.attention_factor if isinstance(scaling, RopeScaling) else 1.0
-        return cls(described_frequencies(config), max_positions, device, factor=factor)
+        made = cls(described_frequencies(config), max_positions, device, factor=factor)
+        made.others = other_tables(config, max_positions, device)
+        return made
+
+
+def other_tables(config: Any, positions: int, device: torch.device) -> dict[int, RotaryTable]:
+    """Tables of those KV layers of a pipeline stage that are not rotated as the rest: not at all
+    (Megatron's `no_rope_freq`), or, as layers with a window, by `ModelConfig.window_rotary_base`.
+    A table for each kind. `positions`: rows of the tables."""
+    skips = getattr(config, "no_rope_freq", None) or ()
+    base = getattr(config, "window_rotary_base", None)
+    if not skips and base is None:
+        return {}
+    index = stage_of(config).index
+    empty = torch.empty(0, device="cpu")
+    unrotated = RotaryTable(empty, positions, device)
+    of_windows = unrotated
+    if base is not None:
+        rotated = int(config.kv_channels * config.rotary_percent)
+        of_windows = RotaryTable(inverse_frequencies(rotated, base), positions, device)
+    found = {}
+    layers = zip(attention_numbers(config)[index], layer_windows(config)[index])
+    for layer, (number, window) in enumerate(layers):
+        if skips and skips[number - 1]:
+            found[layer] = unrotated
+        elif window and base is not None:
+            found[layer] = of_windows
+    return found
 
 
 LEARNED = "learned_absolute"

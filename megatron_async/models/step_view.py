@@ -36,7 +36,7 @@ class StepView(Protocol):
 
     Attributes:
         norm_eps: epsilon of the model's q/k norms.
-        rotary: table of the rotary embedding.
+        rotary: table of the rotary embedding, and those of layers with another one.
         dims: host-known shape of the batch.
         step: its tokens.
         mtp_hidden: `[tokens, hidden]`: what a model with multi-token prediction leaves for it.

@@ -90,6 +90,7 @@ class GPTInferenceWrapper(NamesOfMegatron):
         device = inference_context.device.torch_device
         rotary = take_over_positions(model, inference_context.max_sequence_length, device)
         if rotary is not None:
+            rotary.others = inference_context.gpu_view.rotary.others
             inference_context.gpu_view.rotary = rotary
         self._is_last_stage = stage_of(inference_context.model_config).is_last
         ops = inference_context.gpu_view.ops

@@ -55,6 +55,7 @@ ALONE: dict[str, tuple[Any, ...]] = {
     "hidden_dropout": (0.0,),
     "attention_dropout": (0.0,),
     "mtp_num_layers": (None, 0),
+    "no_rope_freq": (None,),
     "use_mup": (False,),
     "moe_enable_routing_replay": (False,),
     "moe_router_fusion": (False,),

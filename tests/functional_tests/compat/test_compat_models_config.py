@@ -141,7 +141,6 @@ def test_a_context_that_fits_is_kept() -> None:
 
 FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("rotary_interleaved=True", {"rotary_interleaved": True}, {}),
-    ("no_rope_freq=[0, 1]", {"no_rope_freq": 2}, {}),
     ("window_size=(20, 5)", {"window_size": (20, 5)}, {}),
     ("softmax_type='off-by-one'", {"softmax_type": "off-by-one"}, {}),
     ("fp32_residual_connection=True", {"fp32_residual_connection": True}, {}),

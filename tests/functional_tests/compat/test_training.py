@@ -170,6 +170,7 @@ def test_refused_models() -> None:
             use_engine_forward(model)
         return str(caught.value)
 
+    assert "no_rope_freq=[0, 1]" in refusal(gpt_model({**DRY, "no_rope_freq": 2}))
     assert "hidden_dropout=0.1" in refusal(gpt_model({"attention_dropout": 0.0}))
     assert "normalization='LayerNorm'" in refusal(gpt_model({**DRY, "normalization": "LayerNorm"}))
     assert "layers of kind 'M'" in refusal(hybrid_model("M*-", **DRY, **MAMBA))

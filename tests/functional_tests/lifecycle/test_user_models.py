@@ -60,6 +60,7 @@ SERVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"position_embedding_type": "learned_absolute"},
     ),
     "mup": ({"use_mup": True, "mup_base_hidden_size": 8}, {}),
+    "layers without rope": ({"no_rope_freq": [0, 1]}, {}),
     "windows": ({"window_size": (16, 0), "window_attn_skip_freq": 2}, {}),
     "learned sinks": ({"softmax_type": "learnable"}, {}),
     "sinks of zero": ({"softmax_type": "off-by-one"}, {}),
@@ -115,7 +116,8 @@ def test_tokens_and_log_probs_are_megatrons(name: str, lookahead: int) -> None:
 def test_the_cases_differ() -> None:
     """A case whose property changed nothing would prove nothing."""
     plain = logits_of(make_gpt(gpt_config(), paged=False), PROMPTS[0])
-    for name in ("base", "half of each head", "interpolation", "no positions", "softmax scale"):
+    names = "base", "half of each head", "interpolation", "no positions", "softmax scale"
+    for name in (*names, "layers without rope"):
         changes, options = SERVED[name]
         other = logits_of(make_gpt(gpt_config(**changes), paged=False, **options), PROMPTS[0])
         assert (other.argmax(-1) != plain.argmax(-1)).sum() > 3, name
@@ -148,7 +150,6 @@ YARN = {
 }
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("rotary_interleaved=True", {"rotary_interleaved": True}, {}),
-    ("no_rope_freq=[0, 1]", {"no_rope_freq": 2}, {}),
     (
         "position_embedding_type='yarn' (YarnRotaryEmbedding)",
         YARN,

@@ -1,13 +1,22 @@
 """The rotary table against `transformers`, bit for bit: token-exact comparisons rest on it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import Gemma3TextConfig, LlamaConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from megatron_async.models.architecture import RopeScaling, yarn_factor
+from megatron_async.models.architecture import (
+    LINEAR,
+    ModelArchitecture,
+    RopeScaling,
+    yarn_factor,
+)
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.models.model_config import transformer_config
 from megatron_async.models.rotary import RotaryTable, inverse_frequencies
 from megatron_async.ops.attention.rope_append import apply_rotary_reference
 
@@ -54,6 +63,40 @@ def test_table_equals_transformers(dim, base, scaling):
     cos, sin = theirs(torch.zeros(1), torch.arange(3000)[None])
     assert torch.equal(table.cos, cos[0])
     assert torch.equal(table.sin, sin[0])
+
+
+@pytest.mark.parametrize("linear", [None, 8.0])
+def test_tables_of_layers(linear):
+    """Window layers have a base of their own, which is not scaled, as Gemma 3's; some have no
+    rope."""
+    scaling = None if linear is None else RopeScaling(linear, kind=LINEAR)
+    architecture = replace(
+        DUMMY_SHAPES["tiny"], num_layers=3, pattern="*-*-*-", sliding_window=8,
+        window_attn_skip_freq=(1, 0, 1), no_rope_freq=(0, 0, 1), window_rotary_base=500.0,
+        rope_scaling=scaling,
+    )  # fmt: skip
+    assert ModelArchitecture.from_dict(architecture.to_dict()) == architecture
+    config = transformer_config(architecture, torch.float32)
+    table = RotaryTable.described(config, 300, CPU)
+    full = {"rope_type": "linear", "factor": linear} if linear else {"rope_type": "default"}
+    theirs = Gemma3RotaryEmbedding(
+        Gemma3TextConfig(
+            num_hidden_layers=3,
+            head_dim=architecture.kv_channels,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "full_attention": {"rope_theta": architecture.rotary_base, **full},
+            },
+        )
+    )
+    for layer, kind in enumerate(("sliding_attention", "full_attention")):
+        cos, sin = theirs(torch.zeros(1), torch.arange(300)[None], kind)
+        assert torch.equal(table.of(layer).cos, cos[0])
+        assert torch.equal(table.of(layer).sin, sin[0])
+    assert table.of(2).cos.shape == (300, 0)
+    with pytest.raises(ValueError, match=r"no_rope_freq has 2 entries, but num_layers = 3: give"):
+        replace(architecture, no_rope_freq=(0, 1))
 
 
 def test_scaling_keeps_short_waves_and_stretches_long_ones():
