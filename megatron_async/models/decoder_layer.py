@@ -57,7 +57,7 @@ def mlp_layer(mlp: Any, stream: Stream, view: StepView, may_split: bool) -> Stre
     """Norm, first product and activation; second product and residual."""
     fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
     if isinstance(fc1, InferenceColumnParallelLinear) and fc2.takes_rounded:
-        activation = activation_of(mlp.config.gated_linear_unit)
+        activation = activation_of(mlp.gating)
         choice = fc1.choose(stream, activation=activation, rounded=True)
         if choice.met.rounded:
             return fc2.add(fc1.rounded_product(stream, choice, fc2.operand), stream, may_split)
