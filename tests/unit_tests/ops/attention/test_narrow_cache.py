@@ -165,7 +165,8 @@ def test_numbers_are_widened_in_registers_two_at_a_time(tmp_path) -> None:
     constants = {
         "block_size": 256, "kv_heads": 8, "group": 4, "width": 1, "head_tile": 16, "dim": 128,
         "dim_tile": 128, "tile": 64, "part": 0, "at_once": 1, "first_key": 0, "joins": True,
-        "is_settled": True, "is_beside": False, "overlap": True,
+        "is_settled": True, "is_beside": False, "overlap": True, "window": 0, "softcap": 0.0,
+        "sinks": None,
     }  # fmt: skip
     names = _parts_kernel.arg_names
     types = dict.fromkeys(("query", "out"), "*bf16") | {"table_stride": "i32", "scale": "fp32"}
