@@ -87,14 +87,10 @@ def test_the_kernel_writes_the_same_bytes(tokens, kv_heads, group, dim, norm, de
         torch.testing.assert_close(found.float(), wanted.float(), rtol=0.13, atol=0, equal_nan=True)
 
 
+@pytest.mark.pairs
+@pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize(
-    ("width", "dtype", "dim"),
-    [
-        (1, torch.float32, 64),
-        (3, torch.float32, 64),
-        (1, torch.bfloat16, 48),
-        (3, torch.float16, 16),
-    ],
+    ("dtype", "dim"), [(torch.float32, 64), (torch.bfloat16, 48), (torch.float16, 16)]
 )
 @pytest.mark.parametrize("part", [0, 64])
 @pytest.mark.parametrize("count", [1, 6, 132])

@@ -132,14 +132,13 @@ def test_emulated_parts(chunks, block_size, kv_heads, group, dim, processors, ca
         check(chunks, *sizes, dtype, "cpu", captured, processors=processors)
 
 
-@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize(
-    ("case", "dtype", "processors", "query_scale"),
+    ("case", "dtype", "processors", "query_scale", "captured"),
     [
-        (CASES[1], BRAIN, 0, 1e6),
-        (CASES[2], BRAIN, 0, 1e-20),
-        (CASES[3], HALF, 0, 1.0),
-        (PARTS[1][:5], BRAIN, 7, 1.0),
+        (CASES[1], BRAIN, 0, 1e6, False),
+        (CASES[2], BRAIN, 0, 1e-20, True),
+        (CASES[3], HALF, 0, 1.0, False),
+        (PARTS[1][:5], BRAIN, 7, 1.0, True),
     ],
 )
 def test_emulated_narrow_caches(case, dtype, processors, query_scale, captured, emulated):
