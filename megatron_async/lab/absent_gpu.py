@@ -65,7 +65,7 @@ def kernels_of(program: Mapping[str, Any]) -> list[Kernel]:
     config = InferenceConfig(**program["config"])
     with _AbsentMemory(), torch.no_grad():
         _start(architecture, config, program, layouts)
-        if PrefillRow in measured and not config.batch_invariant_mode:
+        if PrefillRow in measured:
             # All backends were timed, but of those equal here the first serves the steps.
             with suppress(BackendUnavailable):
                 other = replace(config, choices="shipped", attention_backend="warpgroup")

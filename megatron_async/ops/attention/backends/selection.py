@@ -312,9 +312,8 @@ def choose_prefill(
             )
         return PrefillChoice.of_one(BACKENDS[name](shape))
     at_hand: dict[str, PrefillBackend] = {}
-    # In parts of one length the warpgroups' kernel is taken by its name alone, until its bits have
-    # been compared in whole models.
-    for candidate in CANDIDATES[:1] if shape.part else CANDIDATES:
+    # In parts of one length there are our two alone, whose bits are equal: the fastest may serve.
+    for candidate in CANDIDATES:
         try:
             at_hand[candidate] = BACKENDS[candidate](shape)
         except BackendUnavailable as reason:

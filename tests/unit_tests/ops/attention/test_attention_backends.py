@@ -77,6 +77,21 @@ def test_parts_of_one_length_are_ours():
         assert {backend.name for backend in choice.backends} == {"triton"}
 
 
+def test_the_faster_of_ours_serves_parts_of_one_length(monkeypatch, tmp_path):
+    """On Hopper. Break it: the first candidate alone, or FlashAttention too, which has no parts."""
+    monkeypatch.setenv("MEGATRON_ASYNC_CACHE", str(tmp_path))
+    monkeypatch.setattr(own_kernel, "is_supported", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    times = {"triton": 9.0, "warpgroup": 8.0}
+    monkeypatch.setattr(selection, "time_backend", lambda backend, *_: times.pop(backend.name))
+    monkeypatch.setattr(selection, "STEP_CLASSES", STEP_CLASSES[:1])
+    device = CpuDevice()
+    shape = AttentionShape(4, 2, 64, 64, 4, torch.bfloat16, device.torch_device, part=256)
+    choice = choose_prefill(None, shape, device, Choices("measure", device))
+    assert [backend.name for backend in choice.backends] == ["warpgroup"]
+    assert not times
+
+
 def test_keys_and_values_in_fp8_are_ours_and_torch_s():
     """Others refuse them by name, and no clock chooses off a GPU."""
     device = CpuDevice()
