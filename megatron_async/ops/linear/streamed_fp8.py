@@ -177,7 +177,7 @@ def multiply(
                 f"streamed_fp8_product: {given.outputs} outputs by tiles of {plan.pieces} and "
                 f"{plan.splits} shares are not rounded; tiles must be blocks of {BLOCK}."
             )
-        out = rounded.codes
+        out = rounded.codes[: len(given.rows)]
         rounding = rounded.scales, rounded.scales.size(1), rounded.input_scale, given.rows
     return launch_streamed(
         x.codes[: len(given.rows)],

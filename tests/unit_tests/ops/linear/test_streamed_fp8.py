@@ -141,13 +141,14 @@ def check_rounded(rows, k, plan, activation, has_scale, device):
     plain = streamed_fp8_product(x, weight, None, activation, plan)
     input_scale = torch.tensor(0.003, device=device) if has_scale else None
     rounded = new_rounded(rows, 256, torch.device(device), 4, input_scale)
-    streamed_fp8_product(x, weight, None, activation, plan, rounded)
+    found = streamed_fp8_product(x, weight, None, activation, plan, rounded)
+    assert found.shape == (rows, 256)
     codes, scales = quantise_rows(plain, input_scale)
     assert torch.equal(rounded.codes[:rows].float(), codes.float())
     assert torch.equal(rounded.scales[:, :rows].T, scales)
     behind = weight_of(64, 256, FORMS["outputs"], device)
     after = StreamedPlan((64,), 1, 1, 2, 8 if rows < 9 else 128)
-    stream = Stream(rounded.codes[:rows], rounded=rounded)
+    stream = Stream(found, rounded=rounded)
     found = streamed_fp8_product(stream, behind, None, "", after)
     assert found.dtype == BRAIN
     exact = F.linear(codes.double() * scales.repeat_interleave(128, 1), behind.values().double())
