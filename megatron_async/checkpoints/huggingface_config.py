@@ -140,11 +140,12 @@ def _yarn(config: Settings, values: dict[str, Any]) -> RopeScaling:
     truncate = True if values["truncate"] is None else values["truncate"]
     if not isinstance(truncate, bool):
         raise config.error("truncate", "must be true or false", truncate)
-    scales = [
-        None if values[key] is None else check_number(values[key], key, config.where)
-        for key in DERIVED
-    ]
-    found.setdefault("attention_factor", yarn_factor(found["factor"], *scales))
+    # transformers takes a 0 of one of them as if both were missing.
+    given = all(values[key] for key in DERIVED)
+    mscale, of_all = (
+        check_number(values[key], key, config.where) if given else None for key in DERIVED
+    )
+    found.setdefault("attention_factor", yarn_factor(found["factor"], mscale, of_all))
     return RopeScaling(
         original_max_position_embeddings=original, kind=YARN, truncate=truncate, **found
     )

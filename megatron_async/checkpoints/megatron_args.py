@@ -26,9 +26,11 @@ from megatron_async.models.architecture import (
     EXPERTS,
     KINDS,
     MAMBA,
+    YARN,
     ModelArchitecture,
     RopeScaling,
     moe_pattern,
+    yarn_factor,
 )
 from megatron_async.models.sizes import SIZES_OF
 
@@ -36,6 +38,16 @@ BALANCED = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 """Ways of `moe_router_load_balancing_type` that do nothing but add to the loss: "sinkhorn" and
 "quantile_balancing" choose other experts."""
 
+ACTIVATIONS = {"swiglu": "silu", "quick_geglu": "quick_gelu", "squared_relu": "squared_relu"}
+"""Arguments of activations, and the name of each in `ModelArchitecture`."""
+PLAIN: dict[str, Any] = {
+    "activation": "silu",
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "add_bias_linear": False,
+    "softmax_type": "vanilla",
+}
+"""Fields in which families of transformers differ (`Family.own`), and what most have."""
 GENERIC = "megatron"
 """`model_type` of a transformer whose features no family of transformers has together."""
 
@@ -73,16 +85,28 @@ def architecture_from_args(
     is_gated = _flag(args, "attention_output_gate", where)
     experts = _size(args, "num_experts", where) if args.get("num_experts") else 0
     # Whatever no family of transformers has is a hybrid, even without Mamba-2, if it was one.
-    plain = re.fullmatch(r"(\*[-E])+", pattern) and activation == "silu" and position == "rope"
+    plain = re.fullmatch(r"(\*[-E])+", pattern) and position in ("rope", "yarn")
     is_plain = plain and not (
         is_centered or is_gated or (experts and args.get("moe_shared_expert_intermediate_size"))
     )
-    biases, norms = _flag(args, "add_qkv_bias", where), _flag(args, "qk_layernorm", where)
+    has_biases = bool(args.get("add_bias_linear", True))
+    biases = _flag(args, "add_qkv_bias", where) or has_biases
+    norms = _flag(args, "qk_layernorm", where)
     features = (biases, norms, experts > 0)
+    own = {"activation": activation, **_units(args, activation, where)}
+    own["add_bias_linear"] = has_biases
+    own["softmax_type"] = args.get("softmax_type") or "vanilla"
+    shared = args.get("moe_shared_expert_intermediate_size")
+    if has_biases and (shared or {MAMBA, DELTA} & set(pattern)):
+        raise CheckpointError(
+            f"{where}: add_bias_linear = True is not supported with a shared expert, or with "
+            "Mamba-2 or Gated DeltaNet layers (only False)"
+        )
     families = [
         family.model_type
         for family in FAMILIES.values()
         if (family.add_qkv_bias, family.qk_layernorm, family.has_experts) == features
+        and {**PLAIN, **family.own} == own
     ]
     if DELTA in pattern:
         model_type = "qwen3_next"
@@ -96,6 +120,8 @@ def architecture_from_args(
     if _flag(args, "use_rope_scaling", where):
         factor = _number(args, "rope_scaling_factor", 8.0, where)
         scaling = RopeScaling(factor, LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL)
+    if position == "yarn":
+        position, scaling = "rope", _yarn(args, where)
     percent = _number(args, "rotary_percent", 1.0, where)
     if percent > 1:
         raise CheckpointError(f"{where}: rotary_percent = {percent} must be at most 1")
@@ -122,7 +148,7 @@ def architecture_from_args(
         **_windows(args, layers, where),
         eos_token_ids=eos_token_ids,
         pattern=pattern,
-        activation=activation,
+        **own,
         position_embedding_type=position,
         rotary_percent=percent,
         **_mtp(args, mtp_pattern, where),
@@ -275,13 +301,51 @@ def _experts(args: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _activation(args: Mapping[str, Any], where: str) -> str:
-    gated, squared = _flag(args, "swiglu", where), _flag(args, "squared_relu", where)
-    if gated == squared:
+    found = {name: _flag(args, name, where) for name in ACTIVATIONS}
+    if sum(found.values()) != 1:
+        said = ", ".join(f"{name} = {value}" for name, value in found.items())
+        raise CheckpointError(f"{where}: {said} is not supported (only one of them True)")
+    return next(ACTIVATIONS[name] for name, value in found.items() if value)
+
+
+def _units(args: Mapping[str, Any], activation: str, where: str) -> dict[str, Any]:
+    """Bounds and offset of a gated unit."""
+    clamp, offset = args.get("activation_func_clamp_value"), args.get("glu_linear_offset") or 0.0
+    if clamp is not None:
+        clamp = check_number(clamp, "activation_func_clamp_value", where)
+    if offset:
+        offset = check_number(offset, "glu_linear_offset", where)
+    if activation == "squared_relu" and (clamp or offset):
         raise CheckpointError(
-            f"{where}: swiglu = {gated} with squared_relu = {squared} is not supported (only one "
-            "of them True)"
+            f"{where}: activation_func_clamp_value = {clamp} with glu_linear_offset = {offset} is "
+            "not supported (only of a gate)"
         )
-    return "silu" if gated else "squared_relu"
+    return {"activation_func_clamp_value": clamp, "glu_linear_offset": float(offset)}
+
+
+def _yarn(args: Mapping[str, Any], where: str) -> RopeScaling:
+    """YaRN by the names that Megatron's models read of a configuration."""
+    numbers = {
+        name: check_number(args.get(f"yarn_{name}"), f"yarn_{name}", where)
+        for name in ("rotary_scaling_factor", "beta_fast", "beta_slow")
+    }
+    mscale, of_all = args.get("yarn_mscale"), args.get("yarn_mscale_all_dim")
+    for name, value in (("yarn_mscale", mscale), ("yarn_mscale_all_dim", of_all)):
+        if value:
+            check_number(value, name, where)
+    factor = numbers.pop("rotary_scaling_factor")
+    return RopeScaling(
+        factor,
+        original_max_position_embeddings=check_size(
+            args.get("yarn_original_max_position_embeddings"),
+            "yarn_original_max_position_embeddings",
+            where,
+        ),
+        kind=YARN,
+        truncate=_flag(args, "yarn_correction_range_round_to_int", where),
+        attention_factor=yarn_factor(factor, mscale, of_all),
+        **numbers,
+    )
 
 
 def _recurrent_sizes(

@@ -61,12 +61,12 @@ class RopeScaling:
 
 def yarn_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
     """`RopeScaling.attention_factor` where none is given: 0.1 ln(factor) + 1, or the ratio of two
-    such numbers (DeepSeek's `mscale`)."""
+    such numbers (DeepSeek's `mscale`) if neither is None."""
 
     def grown(by: float) -> float:
         return 0.1 * by * math.log(factor) + 1 if factor > 1 else 1.0
 
-    if mscale and mscale_all_dim:
+    if mscale is not None and mscale_all_dim is not None:
         return grown(mscale) / grown(mscale_all_dim)
     return grown(1.0)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ def refuse(reasons: list[str]) -> None:
 def _positions(model: nn.Module, settings: InferenceConfig) -> Iterator[str]:
     kind, rotary = getattr(model, "position_embedding_type", "none"), rotary_of(model)
     config: Any = getattr(model, "config", None)
-    if rotary is not None and type(rotary) is not RotaryEmbedding:
+    if rotary is not None and type(rotary) not in (RotaryEmbedding, YarnRotaryEmbedding):
         yield f"position_embedding_type={kind!r} ({type(rotary).__name__})"
     elif rotary is None and kind not in ("none", LEARNED):
         yield f"position_embedding_type={kind!r} without a rotary_pos_emb"

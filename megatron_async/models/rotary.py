@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron_async.models.architecture import LINEAR, YARN, RopeScaling
+from megatron_async.models.architecture import LINEAR, YARN, RopeScaling, yarn_factor
 from megatron_async.models.partition import attention_numbers, layer_windows
 from megatron_async.models.pipeline import stage_of
 
@@ -168,8 +168,9 @@ class AppliedInAttention(nn.Module):
         """Nothing is to be computed."""
         return 0
 
-    def forward(self, *_: Any, **__: Any) -> None:
-        """No angles."""
+    def forward(self, *_: Any, **__: Any) -> tuple[None, None] | None:
+        """No angles, and no factor of YaRN's."""
+        return None if yarn_of(self.rotary) is None else (None, None)
 
 
 def rotary_of(model: nn.Module) -> Any:
@@ -186,12 +187,32 @@ def take_over_positions(
     embedding of its own: it keeps what its configuration describes, which is nothing for Megatron's
     `TransformerConfig`."""
     rotary = rotary_of(model)
-    frequencies, interpolation = torch.empty(0), None
-    if rotary is not None:
+    frequencies, interpolation, factor = torch.empty(0), None, 1.0
+    if rotary is not None and (scaling := yarn_of(rotary)) is not None:
+        frequencies = inverse_frequencies(rotary.dim, rotary.rotary_base, scaling)
+        factor = scaling.attention_factor
+        model.rotary_pos_emb = AppliedInAttention(rotary)
+    elif rotary is not None:
         # With their scaling, and in the number that the rotated share of a head has.
         frequencies = rotary.inv_freq.float().cpu()  # sync-ok: before the first step
         interpolation = rotary.seq_len_interpolation_factor
         model.rotary_pos_emb = AppliedInAttention(rotary)
     elif getattr(model, "position_embedding_type", None) != LEARNED:
         return None
-    return RotaryTable(frequencies, max_length, device, interpolation)
+    return RotaryTable(frequencies, max_length, device, interpolation, factor)
+
+
+def yarn_of(rotary: Any) -> RopeScaling | None:
+    """The scaling of Megatron's `YarnRotaryEmbedding`; None for its others, whose frequencies have
+    theirs."""
+    if not hasattr(rotary, "correction_range_round_to_int"):
+        return None
+    return RopeScaling(
+        rotary.scaling_factor,
+        original_max_position_embeddings=rotary.original_max_position_embeddings,
+        kind=YARN,
+        beta_fast=rotary.beta_fast,
+        beta_slow=rotary.beta_slow,
+        truncate=rotary.correction_range_round_to_int,
+        attention_factor=yarn_factor(rotary.scaling_factor, rotary.mscale, rotary.mscale_all_dim),
+    )

@@ -96,7 +96,12 @@ def config_of(**changes: Any) -> TransformerConfig:
         "moe_token_dispatcher_type": "allgather",
         "moe_router_load_balancing_type": "none",
     }
-    return TransformerConfig(**{**fields, **changes})
+    # Megatron's models read these of a configuration, which has no such fields.
+    yarn = {name: changes.pop(name) for name in list(changes) if name.startswith("yarn_")}
+    config = TransformerConfig(**{**fields, **changes})
+    for name, value in yarn.items():
+        setattr(config, name, value)
+    return config
 
 
 def gpt_model(

@@ -82,16 +82,16 @@ def source_names(model: nn.Module, parts: Sequence[Part], name: str) -> tuple[st
 
 
 def _of_experts(model: nn.Module, part: Part, rest: str) -> Iterator[tuple[str, ...]]:
-    """Names of the experts' weights that are one of the engine's."""
+    """Names of the experts' weights, or biases, that are one of the engine's."""
     prefix, _, tail = rest.rpartition("experts.")
-    weight = tail.removesuffix(".weight")
+    weight, _, kind = tail.partition(".")
     if prefix != "mlp." or weight not in EXPERT_WEIGHTS:
         return
     experts = getattr(part.layer.mlp, "experts", None)
     count = int(getattr(experts, "num_local_experts", 0))
     base = f"{part.path}.mlp.experts"
-    yield tuple(f"{base}.local_experts.{index}.{weight}.weight" for index in range(count))
-    yield tuple(f"{base}.{weight}.weight{index}" for index in range(count))
+    yield tuple(f"{base}.local_experts.{index}.{weight}.{kind}" for index in range(count))
+    yield tuple(f"{base}.{weight}.{kind}{index}" for index in range(count))
 
 
 def unused_parameters(model: nn.Module, used: set[str]) -> list[str]:

@@ -232,7 +232,7 @@ NOWHERE: dict[str, tuple[Any, ...]] = {
     "multi_latent_attention": (False,),
     "experimental_attention_variant": (None, "gated_delta_net"),
     "heterogeneous_block_specs": (False,),
-    "softmax_type": ("vanilla",),
+    "softmax_type": ("vanilla", "learnable", "off-by-one"),
     "qk_l2_norm": (False,),
     "context_parallel_size": (1,),
     "gtp_weight_remat_size": (1,),
@@ -264,9 +264,6 @@ NOWHERE: dict[str, tuple[Any, ...]] = {
 """Fields and the values of each that are served at all."""
 NATIVE: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
-    "add_bias_linear": (False,),
-    "activation_func_clamp_value": (None,),
-    "glu_linear_offset": (0.0,),
 }
 """Fields and values that the engine's own layers serve; a model with another value runs in
 Megatron's modules."""

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import quick_gelu
 
 from tests.support.compat_models import VOCABULARY, engine_of, gpt_model, logits_of
 from tests.support.harness import drain, greedy, random_prompts
@@ -22,6 +23,22 @@ GPT2 = {
     "gated_linear_unit": False,
     "activation_func": F.gelu,
     "num_query_groups": 4,
+}
+GPT_OSS = {
+    "add_bias_linear": True,
+    "softmax_type": "learnable",
+    "window_size": (16, 0),
+    "window_attn_skip_freq": 2,
+    "activation_func": quick_gelu,
+    "activation_func_clamp_value": 0.5,
+    "glu_linear_offset": 1.0,
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 32,
+    "yarn_beta_fast": 8.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": None,
+    "yarn_mscale_all_dim": None,
+    "yarn_correction_range_round_to_int": False,
 }
 LEARNED = {"position_embedding_type": "learned_absolute"}
 UNTIED = {"share_embeddings_and_output_weights": False}
@@ -45,6 +62,8 @@ OWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mup": ({"use_mup": True, "mup_base_hidden_size": 8}, {}),
     "softmax scale": ({"softmax_scale": 0.6}, {}),
     "windows": ({"window_size": (16, 0), "window_attn_skip_freq": 2}, {}),
+    "biases": ({"add_bias_linear": True, "softmax_type": "off-by-one"}, UNTIED),
+    "gpt-oss": (EXPERTS | GPT_OSS, UNTIED | {"position_embedding_type": "yarn"}),
     "experts": (EXPERTS, {}),
     "experts, softmax before top-k": (EXPERTS | {"moe_router_pre_softmax": True}, UNTIED),
     "experts, scores by sigmoid with a bias": (
@@ -71,7 +90,6 @@ THEIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "GPT-2": (GPT2, LEARNED),
     "GPT-2 untied": (GPT2, LEARNED | UNTIED),
     "LayerNorm alone": ({"normalization": "LayerNorm"}, UNTIED),
-    "biases with SwiGLU": ({"add_bias_linear": True}, UNTIED),
     "biases with half of each head turned": (GPT2, UNTIED | {"rotary_percent": 0.5}),
     "GELU with a gate": ({"activation_func": F.gelu}, UNTIED),
     "learned positions": ({}, LEARNED),

@@ -142,7 +142,6 @@ def test_a_context_that_fits_is_kept() -> None:
 FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("rotary_interleaved=True", {"rotary_interleaved": True}, {}),
     ("window_size=(20, 5)", {"window_size": (20, 5)}, {}),
-    ("softmax_type='off-by-one'", {"softmax_type": "off-by-one"}, {}),
     ("fp32_residual_connection=True", {"fp32_residual_connection": True}, {}),
     (
         "a LayerNorm of query and key heads",

@@ -32,6 +32,15 @@ from tests.support.harness import TINY, greedy, make_engine, make_model, random_
 
 TOKENS = 12
 PROMPTS = random_prompts(4, (70, 3, 25), VOCABULARY)
+YARN = {
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 64,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": 1.5,
+    "yarn_mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": True,
+}
 SERVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "default": ({}, {}),
     "base": ({}, {"rotary_base": 500000}),
@@ -62,6 +71,7 @@ SERVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mup": ({"use_mup": True, "mup_base_hidden_size": 8}, {}),
     "layers without rope": ({"no_rope_freq": [0, 1]}, {}),
     "windows": ({"window_size": (16, 0), "window_attn_skip_freq": 2}, {}),
+    "YaRN": (YARN, {"position_embedding_type": "yarn", "rotary_base": 500000}),
     "learned sinks": ({"softmax_type": "learnable"}, {}),
     "sinks of zero": ({"softmax_type": "off-by-one"}, {}),
     "bounded quick GELU, biases": (
@@ -139,22 +149,8 @@ def test_a_second_engine_on_the_same_model() -> None:
     assert tables[0].shape == (64, 16)
 
 
-YARN = {
-    "yarn_rotary_scaling_factor": 4.0,
-    "yarn_original_max_position_embeddings": 64,
-    "yarn_beta_fast": 32.0,
-    "yarn_beta_slow": 1.0,
-    "yarn_mscale": 1.0,
-    "yarn_mscale_all_dim": 0.0,
-    "yarn_correction_range_round_to_int": True,
-}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("rotary_interleaved=True", {"rotary_interleaved": True}, {}),
-    (
-        "position_embedding_type='yarn' (YarnRotaryEmbedding)",
-        YARN,
-        {"position_embedding_type": "yarn"},
-    ),
     (
         "position_embedding_type='mrope' (MultimodalRotaryEmbedding)",
         {"mrope_section": [2, 3, 3]},

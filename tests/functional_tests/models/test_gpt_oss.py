@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_async.checkpoints import load_model, open_model
 from megatron_async.checkpoints.huggingface import save_huggingface
+from megatron_async.checkpoints.torch_dist import save_torch_dist
+from megatron_async.checkpoints.weight import Shard
 from megatron_async.ops.linear.stored_formats import E2M1
 from tests.support.harness import CPU, greedy, make_engine, random_prompts
 
@@ -133,3 +135,28 @@ def test_a_written_folder_is_the_same(
     assert open_model(tmp_path / "written").architecture == source.architecture
     total = sum(parameter.numel() for parameter in model.parameters())
     assert source.architecture.num_parameters == total
+    save_torch_dist(loaded.model, source.architecture, None, tmp_path / "torch_dist")
+    again = load_model(tmp_path / "torch_dist", torch.float32, CPU)
+    assert again.architecture == source.architecture
+    for (name, ours_), theirs_ in zip(
+        loaded.model.named_parameters(), again.model.parameters(), strict=True
+    ):
+        assert torch.equal(ours_, theirs_), name
+
+
+@pytest.mark.parametrize("form", ["float", "mxfp4"])
+def test_each_rank_reads_its_share(form: str, saved: Callable[[str], tuple[Path, Any]]) -> None:
+    """Two ranks share each expert's width, whose rows of gate and up stand in turns."""
+    source = open_model(saved(form)[0])
+    whole = load_model(saved(form)[0], torch.float32, CPU).model.decoder.layers[1].mlp.experts
+    prefix, names = "decoder.layers.1.mlp.experts.", ("linear_fc1.weight", "linear_fc1.bias")
+    for rank in range(2):
+        wanted = source.held_weights(Shard(tensor_rank=rank, tensor_size=2))
+        for weight in wanted:
+            if weight.name.removeprefix(prefix) in names:
+                place = torch.full(weight.shape, torch.nan)
+                for name, region, view in weight.pieces(place):
+                    source.fill(view, name, region)
+                full = whole.get_parameter(weight.name.removeprefix(prefix))
+                halves = [half.chunk(2, 1)[rank] for half in full.chunk(2, 1)]
+                assert torch.equal(place, torch.cat(halves, 1))

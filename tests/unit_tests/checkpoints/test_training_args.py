@@ -22,7 +22,7 @@ from megatron_async.checkpoints.megatron_args import architecture_from_args
 from megatron_async.checkpoints.megatron_defaults import IS_HARMLESS, ONLY_IN_SOME, SUPPORTED
 from megatron_async.checkpoints.pickled import UnreadObject, load_common_state
 from megatron_async.checkpoints.settings import tell_unknown
-from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.architecture import ModelArchitecture, RopeScaling
 from tests.unit_tests.checkpoints.training_checkpoints import (
     LENGTH,
     VOCABULARY,
@@ -157,21 +157,71 @@ def test_windows_and_which_layers_have_them() -> None:
             read(window_size=(127, 0), window_attn_skip_freq=wrong)
 
 
+YARN = {
+    "position_embedding_type": "yarn",
+    "yarn_rotary_scaling_factor": 32.0,
+    "yarn_original_max_position_embeddings": 4096,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": None,
+    "yarn_mscale_all_dim": None,
+    "yarn_correction_range_round_to_int": False,
+}
+GPT_OSS = {
+    "num_experts": 4,
+    "add_bias_linear": True,
+    "add_qkv_bias": True,
+    "softmax_type": "learnable",
+    "swiglu": False,
+    "quick_geglu": True,
+    "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0,
+    **YARN,
+}
+
+
+def test_gpt_oss() -> None:
+    """Its features make the family; another value leaves none that has a Hugging Face form."""
+    found = read(**GPT_OSS)
+    assert found.model_type == "gpt_oss"
+    assert found.rope_scaling == RopeScaling(
+        32.0,
+        original_max_position_embeddings=4096,
+        kind="yarn",
+        truncate=False,
+        attention_factor=pytest.approx(1.34657, abs=1e-5),
+    )
+    for name, value in (
+        ("softmax_type", "off-by-one"),
+        ("glu_linear_offset", 0.5),
+        ("activation_func_clamp_value", None),
+        ("add_bias_linear", False),
+    ):
+        other = read(**GPT_OSS | {name: value})
+        assert other.model_type == "megatron"
+        assert getattr(other, name) == value
+    for changes, message in (
+        ({"yarn_beta_fast": None}, "yarn_beta_fast = None must be a positive number"),
+        ({"glu_linear_offset": "x"}, "glu_linear_offset = 'x' must be a positive number"),
+        ({"swiglu": True}, "swiglu = True, quick_geglu = True"),
+        ({"moe_shared_expert_intermediate_size": 8}, "add_bias_linear = True is not supported"),
+        ({"quick_geglu": False, "squared_relu": True}, "only of a gate"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            read(**GPT_OSS | changes)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("softmax_type", "off-by-one"),
         ("no_rope_freq", [0, 1]),
         ("apply_residual_connection_post_layernorm", True),
-        ("activation_func_clamp_value", 7.0),
-        ("glu_linear_offset", 1.0),
         ("moe_mlp_glu_interleave_size", 32),
         ("moe_expert_capacity_factor", 1.0),
         ("moe_apply_probs_on_input", True),
         ("heterogeneous_layers_config_path", "layers.json"),
         ("rotary_interleaved", True),
         ("rotary_seq_len_interpolation_factor", 4),
-        ("position_embedding_type", "yarn"),
         ("window_size", (128, 128)),
         ("moe_router_load_balancing_type", "sinkhorn"),
         ("moe_router_load_balancing_type", ["aux_loss", "quantile_balancing"]),
@@ -211,6 +261,7 @@ def test_every_argument_is_read_or_refused_or_known_to_be_harmless() -> None:
     recorders = [
         Recorder(parsed_args(use_rope_scaling=True, **experts)),
         Recorder(parsed_args(hybrid_layer_pattern="M*-E/*-", **experts)),
+        Recorder(parsed_args(**YARN)),
         Recorder(parsed_args(layernorm_zero_centered_gamma=None, layernorm_epsilon=None)),
         Recorder(
             parsed_args(experimental_attention_variant="gated_delta_net", linear_attention_freq=2)
