@@ -8,9 +8,31 @@ import difflib
 from dataclasses import replace
 from typing import Any
 
-from megatron_async.models.architecture import ModelArchitecture, RopeScaling
+from megatron_async.models.architecture import YARN, ModelArchitecture, RopeScaling, yarn_factor
 from megatron_async.models.sizes import size_problem
 
+GPT_OSS: dict[str, Any] = {
+    "rotary_base": 150000.0,
+    "rope_scaling": RopeScaling(
+        32.0,
+        original_max_position_embeddings=4096,
+        kind=YARN,
+        truncate=False,
+        attention_factor=yarn_factor(32.0, None, None),
+    ),
+    "max_position_embeddings": 131072,
+    "sliding_window": 128,
+    "window_attn_skip_freq": 2,
+    "add_qkv_bias": True,
+    "add_bias_linear": True,
+    "softmax_type": "learnable",
+    "activation": "quick_gelu",
+    "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0,
+    "moe_router_topk": 4,
+    "moe_ffn_hidden_size": 2880,
+}
+"""Both sizes of gpt-oss."""
 # fmt: off
 DUMMY_SHAPES: dict[str, ModelArchitecture] = {
     "tiny": ModelArchitecture(
@@ -62,6 +84,12 @@ DUMMY_SHAPES: dict[str, ModelArchitecture] = {
         "qwen3_moe", 48, 2048, 32, 4, 128, 6144, 151936, 1e-6, 1000000.0, qk_layernorm=True,
         max_position_embeddings=40960, num_moe_experts=128, moe_router_topk=8,
         moe_ffn_hidden_size=768,
+    ),
+    "gpt-oss-20b": ModelArchitecture(
+        "gpt_oss", 24, 2880, 64, 8, 64, 2880, 201088, num_moe_experts=32, **GPT_OSS
+    ),
+    "gpt-oss-120b": ModelArchitecture(
+        "gpt_oss", 36, 2880, 64, 8, 64, 2880, 201088, num_moe_experts=128, **GPT_OSS
     ),
     "tiny-hybrid": ModelArchitecture(
         "nemotron_h", 6, 64, 4, 2, 16, 96, 512, max_position_embeddings=4096, pattern="MEM*-E",

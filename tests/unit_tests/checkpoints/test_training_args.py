@@ -181,7 +181,7 @@ GPT_OSS = {
 
 
 def test_gpt_oss() -> None:
-    """Its features make the family; another value leaves none that has a Hugging Face form."""
+    """Features of gpt-oss make its family; another value leaves none with a Hugging Face form."""
     found = read(**GPT_OSS)
     assert found.model_type == "gpt_oss"
     assert found.rope_scaling == RopeScaling(
