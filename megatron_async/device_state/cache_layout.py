@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 MOST_TABLES = 8
 """Block tables of a request: each costs an entry for every block, and some work in each step."""
+FULL_PLACE, TABLE = 4.0, 0.5
+"""Costs of a layout in empty places of window layers. Long sequences have nearly all their blocks in
+full layers."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ def cache_layout(stages: Sequence[Sequence[int]], index: int = 0) -> CacheLayout
     """The layout of a model on one pipeline stage.
 
     Tables are the same on all stages. Of the sizes of a group that lead to at most `MOST_TABLES`
-    tables the one with the fewest empty places is taken, and of equal ones the largest.
+    tables the cheapest is taken, and of equal ones the largest: an empty place costs one in a
+    window's table, `FULL_PLACE` in one of full layers, and a table costs `TABLE`.
 
     Args:
         stages: for each stage the windows of its layers, 0 for full ones.
@@ -43,9 +47,8 @@ def cache_layout(stages: Sequence[Sequence[int]], index: int = 0) -> CacheLayout
     counts = [max(of_model.count(kind), 1) for kind in kinds]
     sizes = range(max(counts), 0, -1)
     tables = [[-(-count // size) for count in counts] for size in sizes]
-    few = [n for n, each in enumerate(tables) if sum(each) <= max(MOST_TABLES, len(kinds))]
-    best = min(few, key=lambda n: sum(tables[n]) * sizes[n])
-    groups = tables[best]
+    few = [each for each in zip(sizes, tables) if sum(each[1]) <= max(MOST_TABLES, len(kinds))]
+    groups = min(few, key=lambda each: _cost(kinds, counts, *each))[1]
     here = [stages[index].count(kind) for kind in kinds]
     layers = max(-(-count // group) for count, group in zip(here, groups, strict=True))
     places, seen = [], dict.fromkeys(kinds, 0)
@@ -56,3 +59,9 @@ def cache_layout(stages: Sequence[Sequence[int]], index: int = 0) -> CacheLayout
         seen[window] += 1
     windows = [kind for kind, group in zip(kinds, groups, strict=True) for _ in range(group)]
     return CacheLayout(tuple(windows), tuple(places), layers)
+
+
+def _cost(kinds: list[int], counts: list[int], size: int, tables: list[int]) -> float:
+    empty = [size * n - count for n, count in zip(tables, counts, strict=True)]
+    weighed = (FULL_PLACE * n if kind == 0 else n for kind, n in zip(kinds, empty, strict=True))
+    return sum(weighed) + TABLE * sum(tables)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_async.choices import Choices
 from megatron_async.config import InferenceConfig
 from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout, ring_words
-from megatron_async.device_state.cache_layout import cache_layout
+from megatron_async.device_state.cache_layout import CacheLayout, cache_layout
 from megatron_async.device_state.device_slots import DeviceSlots
 from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.device_state.kv_cache import (
@@ -95,11 +95,13 @@ def make_gpu_view(
     # What each slot takes comes first; blocks share what is left.
     num_blocks = _num_blocks(model, config, device, states)
     states.allocate()
-    layout = cache_layout(layer_windows(model), stage_of(model).index)
+    layout = _layout(model)
+    _check_first_table(layout, config)
+    tables = len(layout.windows)
     kv_cache = PagedKVCache(block_shape(model, config), num_blocks, pools, layout)
     slots = DeviceSlots(
         config.max_requests,
-        max_blocks,
+        tables * max_blocks,
         num_blocks,
         device.torch_device,
         config.num_speculative_tokens,
@@ -115,6 +117,7 @@ def make_gpu_view(
             max_blocks,
             device.torch_device,
             config.max_sample_rows,
+            tables,
         ),
         slots,
         kv_cache,
@@ -226,7 +229,7 @@ def block_shape(model: Any, config: InferenceConfig) -> BlockShape:
     """What one KV block holds of a model on one rank. Hidden states are those of an MTP drafter."""
     depths = draft_depths(model, config)
     return BlockShape(
-        attention_layers(model),
+        _layout(model).layers,
         config.block_size_tokens,
         local_heads(model)[1],
         model.kv_channels,
@@ -252,6 +255,25 @@ def _routing_shape(model: Any) -> RoutingShape:
         )
     here = layers[stage_of(model).index]
     return RoutingShape(here, model.moe_router_topk, model.num_moe_experts)
+
+
+def _layout(model: Any) -> CacheLayout:
+    return cache_layout(layer_windows(model), stage_of(model).index)
+
+
+def _check_first_table(layout: CacheLayout, config: InferenceConfig) -> None:
+    """Refuse what reads data of whole sequences by the blocks of the first table, where these go
+    back."""
+    wants = {
+        "speculative_method='ngram'": config.speculative_method == "ngram",
+        "enable_routing_replay=True": config.enable_routing_replay,
+    }
+    for setting, is_wanted in wants.items():
+        if is_wanted and layout.windows[0]:
+            raise ConfigurationError(
+                f"{setting} needs the blocks of whole sequences, and all layers of this model have "
+                f"a window of {layout.windows[0]} keys, whose blocks go back: leave it out."
+            )
 
 
 def draft_depths(model: Any, config: InferenceConfig) -> int:

@@ -18,7 +18,7 @@ class DeviceSlots:
 
     Args:
         capacity: slots.
-        max_blocks: block-table columns.
+        max_blocks: block-table columns, of all tables together.
         dummy_block: initial value of block tables, so that a wrong write harms no request.
         device: where the arrays live.
         num_drafts: drafts of a slot.
@@ -27,7 +27,7 @@ class DeviceSlots:
         last_token: int64 `[slots + 1]`, the token sampled last.
         length: int32 `[slots + 1]`, tokens of the sequence, the last one included; last slot: 1.
         drafts: int64 `[slots + 1, drafts]`, drafts after the last token; -1: no draft.
-        block_table: int32 `[slots + 1, max_blocks]`.
+        block_table: int32 `[slots + 1, max_blocks]`: a slot's tables side by side.
         records: int32 `[slots + 1, RECORD_WORDS]`: sampling parameters of each slot's request
             (`ops/sampling/slot_records.py`); zeros for the last slot: no processing.
     """

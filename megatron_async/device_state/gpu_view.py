@@ -172,8 +172,9 @@ class ContextGPUView(PagedStepView, RecurrentStepView):
             self.kv_cache.block_tokens,
         )
         starts = step.prefill_starts if dims.prefill_rows else None
-        for attention in self._attentions:
-            attention.begin_step(dims, step.block_tables, step.kv_lengths, starts, step.positions)
+        tables = step.block_tables.chunk(len(self._attentions), dim=1)
+        for attention, table in zip(self._attentions, tables):
+            attention.begin_step(dims, table, step.kv_lengths, starts, step.positions)
         for state in self.states:
             state.begin_step(self)
         if dims.prefill_rows:
@@ -218,6 +219,11 @@ class ContextGPUView(PagedStepView, RecurrentStepView):
     ) -> tuple[Tensor, Tensor]:
         assert self._recurrent is not None, "the context was made for a model without such layers"
         return self._recurrent.run_gated(self, layer, projected, params, norm_weight)
+
+    @override
+    def _write_index(self, layer: int) -> Tensor:
+        table = self.kv_cache.table_of(layer)
+        return self.step.write_indices[table] if table else self.step.write_index
 
     @property
     @override

@@ -51,7 +51,7 @@ class BlockShape:
     """What a KV block holds on one rank."""
 
     num_layers: int
-    """Attention layers."""
+    """Layers whose keys and values it holds."""
     block_size: int
     """Tokens of a block."""
     num_heads: int
@@ -100,7 +100,8 @@ class PagedKVCache:
         layout: of the layers; None: all are full.
 
     Attributes:
-        num_layers, block_size: of `shape`.
+        num_layers: of the stage.
+        block_size: of `shape`.
         layout: as given.
         scales: of keys and values that are e4m3, by layer, as `scales_of` makes them: 1, unless a
             model has its own. Kept while the cache is released. None: they are not e4m3.
@@ -129,12 +130,12 @@ class PagedKVCache:
     ) -> None:
         self._shape, self._pools = shape, pools
         self.layout = layout or cache_layout([[0] * shape.num_layers])
-        self.num_layers, self.block_size = shape.num_layers, shape.block_size
+        self.num_layers, self.block_size = len(self.layout.places), shape.block_size
         self.dummy_block = num_blocks
         self.scales: list[Tensor] | None = None
         if shape.is_narrow:
             ones = torch.ones(shape.num_heads, device=pools.device)
-            self.scales = [scales_of(ones, ones)] * shape.num_layers
+            self.scales = [scales_of(ones, ones)] * len(self.layout.places)
         self._data: Tensor | None = None
         self.block_tokens: Tensor | None = None
         self.block_hidden: Tensor | None = None
@@ -173,7 +174,7 @@ class PagedKVCache:
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Key and value cache of a layer, each `[blocks, block size, heads, dim]`."""
         assert self._data is not None, "a step on a released KV cache"
-        data = self._data[index]
+        data = self._data[self.layout.places[index][1]]
         return data[0], data[1]
 
     def take_scales(self, of_model: Sequence[Tensor | None]) -> None:

@@ -80,7 +80,7 @@ class PagedStepView(StepView):
             rotary.cos,
             rotary.sin,
             self.step.positions,
-            self.step.write_index,
+            self._write_index(layer),
             key_cache,
             value_cache,
             q_norm,
@@ -101,8 +101,13 @@ class PagedStepView(StepView):
         cos, sin = rotary.cos, rotary.sin
         if cos.size(1) != key_cache.size(-1):
             return None
-        step, scales = self.step, self.kv_cache.scales_of_layer(layer)
-        return QkvPlaces(cos, sin, step.positions, step.write_index, key_cache, value_cache, scales)
+        places = self.step.positions, self._write_index(layer)
+        scales = self.kv_cache.scales_of_layer(layer)
+        return QkvPlaces(cos, sin, *places, key_cache, value_cache, scales)
+
+    def _write_index(self, layer: int) -> Tensor:
+        """Places in the flat KV cache by a layer's table: here the first one."""
+        return self.step.write_index
 
     @override
     def attend(

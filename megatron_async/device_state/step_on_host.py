@@ -63,7 +63,7 @@ def unpack_step_on_host(
         *arrays(slots.drafts, slots.block_table, slots.records),
         *arrays(out.entry, out.row_slots, out.lengths, out.kv_lengths, out.block_tables),
         *arrays(out.slots, out.sample_positions, out.features, out.last_token),
-        *arrays(out.token_ids, out.positions, out.write_index, kept),
+        *arrays(out.token_ids, out.positions, out.write_indices, kept),
         block_tokens is not None,
     )
 

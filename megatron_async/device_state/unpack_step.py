@@ -62,11 +62,12 @@ def unpack_step_kernels(
         dims: shape of the step.
         slots: per-slot state, changed in place. Block-table updates are for rows of this step only.
         block_size: tokens a block.
-        out: tensors of the step's size, written. Some tokens get position 0 and a place in the last
-            slot's first block: padding tokens (with id 0), query tokens beyond their request's
-            limit, and those for which the plan reserved no blocks (beyond the row's own width, or
-            the drafts that its request allows). A token of a chunk that repeats has its own
-            position, and a place in that block which no other token has.
+        out: tensors of the step's size, written, with a place in the cache for each of its tables.
+            Some tokens get position 0 and a place in the last slot's first block: padding tokens
+            (with id 0), query tokens beyond their request's limit, and those for which the plan
+            reserved no blocks (beyond the row's own width, or the drafts that its request allows).
+            A token of a chunk that repeats has its own position, and a place in that block which no
+            other token has.
         lengths: int32 `[decode rows]` of the sequences, if another rank has them; None: those of
             `slots`.
         block_tokens: int32 `[blocks, block size]`, changed: each token's id is written at the place
@@ -76,7 +77,7 @@ def unpack_step_kernels(
     ring = (words, words.stride(0))
     table = (slots.block_table, slots.block_table.stride(0))
     options = launch_options(words)
-    blocks = out.block_tables.size(1)
+    blocks, tables = out.block_tables.size(1), len(out.write_indices)
     kept = out.token_ids if block_tokens is None else block_tokens  # any tensor, where none is kept
     _unpack_kernel[(dims.rows, triton.cdiv(blocks, TILE))](
         *ring,
@@ -107,12 +108,15 @@ def unpack_step_kernels(
         out.prefill_starts,
         out.token_ids,
         out.positions,
-        out.write_index,
+        out.write_indices,
+        out.write_indices.stride(0),
         kept,
         dims.decode_rows,
         blocks,
+        blocks // tables,
         len(slots.last_token) - 1,
         block_size,
+        tables,
         dims.width,
         lengths is not None,
         dims.prefill_rows > 0,
@@ -135,14 +139,17 @@ def unpack_step_kernels(
             out.prefill_starts,
             out.token_ids,
             out.positions,
-            out.write_index,
+            out.write_indices,
+            out.write_indices.stride(0),
             kept,
             dims.decode_rows,
             first,
             dims.prefill_rows,
             dims.tokens,
+            blocks // tables,
             len(slots.last_token) - 1,
             block_size,
+            tables,
             block_tokens is not None,
             TILE,
             dims.prefill_rows.bit_length(),
@@ -166,8 +173,10 @@ def unpack_step_kernels(
         "step_features",
         "chunk_records",
         "drafts_stride",
+        "write_stride",
         "decode_rows",
         "num_blocks",
+        "columns",
         "dummy_slot",
     ]
 )
@@ -203,11 +212,14 @@ def _unpack_kernel(
     out_tokens: tl.tensor,
     out_positions: tl.tensor,
     out_write: tl.tensor,
+    write_stride: tl.tensor,
     kept: tl.tensor,
     decode_rows: tl.tensor,
     num_blocks: tl.tensor,
+    columns: tl.tensor,
     dummy_slot: tl.tensor,
     block_size: tl.tensor,
+    tables: tl.constexpr,
     width: tl.constexpr,
     by_row: tl.constexpr,
     has_prefill: tl.constexpr,
@@ -276,6 +288,10 @@ def _unpack_kernel(
                 tl.store(out_tokens + sample, token, sample < tokens)
                 tl.store(out_positions + sample, position, sample < tokens)
                 tl.store(out_write + sample, write, sample < tokens)
+                for number in tl.static_range(1, tables):
+                    further = tl.load(place + number * columns).to(tl.int64)
+                    further = further * block_size + position % block_size
+                    tl.store(out_write + number * write_stride + sample, further, sample < tokens)
                 if keeps:
                     tl.store(kept + write, token.to(tl.int32), sample < tokens)
         elif has_prefill:
@@ -314,10 +330,12 @@ def _unpack_kernel(
         "table_stride",
         "token_ids",
         "step_features",
+        "write_stride",
         "decode_rows",
         "first",
         "prefill_rows",
         "tokens",
+        "columns",
         "dummy_slot",
     ]
 )
@@ -335,13 +353,16 @@ def _unpack_tokens_kernel(
     out_tokens: tl.tensor,
     out_positions: tl.tensor,
     out_write: tl.tensor,
+    write_stride: tl.tensor,
     kept: tl.tensor,
     decode_rows: tl.tensor,
     first: tl.tensor,
     prefill_rows: tl.tensor,
     tokens: tl.tensor,
+    columns: tl.tensor,
     dummy_slot: tl.tensor,
     block_size: tl.tensor,
+    tables: tl.constexpr,
     keeps: tl.constexpr,
     tile: tl.constexpr,
     halvings: tl.constexpr,
@@ -367,11 +388,16 @@ def _unpack_tokens_kernel(
     position = tl.where(inside, position, 0)
     writes = inside & ((tl.load(step + step_features + low) & REPEATS) == 0)
     slot = tl.where(writes, tl.load(row_slots + row), dummy_slot)
-    block = tl.load(table + slot * table_stride + position // block_size).to(tl.int64)
+    place = table + slot * table_stride + position // block_size
+    block = tl.load(place).to(tl.int64)
     given = tl.load(step + token_ids + token - begin, mask=inside, other=0)
     tl.store(out_tokens + token, given.to(tl.int64), mask=exists)
     tl.store(out_positions + token, position, mask=exists)
     write = block * block_size + position % block_size
     tl.store(out_write + token, write, mask=exists)
+    for number in tl.static_range(1, tables):
+        further = tl.load(place + number * columns).to(tl.int64)
+        further = further * block_size + position % block_size
+        tl.store(out_write + number * write_stride + token, further, mask=exists)
     if keeps:
         tl.store(kept + write, given.to(tl.int32), mask=exists)

@@ -81,7 +81,7 @@ def _unpack_decode_rows(
     out.positions[:tokens] = position
     tables = out.block_tables[:rows].repeat_interleave(width, dim=0)
     tables = tables.where(fed[:, None], slots.block_table[-1])
-    _write_index(tables, position, block_size, out.write_index)
+    _write_index(tables, position, block_size, out.write_indices)
     if width > 1:
         out.slots[:tokens] = owners.repeat_interleave(width)
         out.sample_positions[:tokens] = (length[:, None] + query).flatten()
@@ -113,7 +113,7 @@ def _unpack_chunks(
     out.token_ids[first:] = fields["prefill_token_ids"][: len(token)].where(inside, 0)
     out.positions[first:] = position
     tables = out.block_tables[decode + chunk].where(writes[:, None], slots.block_table[-1])
-    _write_index(tables, position, block_size, out.write_index[first:])
+    _write_index(tables, position, block_size, out.write_indices[:, first:])
 
 
 def _record_words(record: Tensor) -> int:
@@ -122,5 +122,6 @@ def _record_words(record: Tensor) -> int:
 
 
 def _write_index(tables: Tensor, positions: Tensor, block_size: int, out: Tensor) -> None:
-    block = tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
-    out[: len(positions)] = block * block_size + positions % block_size
+    for table, places in zip(tables.chunk(len(out), dim=1), out):
+        block = table.gather(1, (positions // block_size)[:, None])[:, 0].long()
+        places[: len(positions)] = block * block_size + positions % block_size

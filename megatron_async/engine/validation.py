@@ -220,13 +220,15 @@ def check_request(
     elif params.num_tokens_to_generate is not None:
         max_length = prompt + params.num_tokens_to_generate
     else:
-        max_length = min(longest, context.blocks.total * context.block_size_tokens + 1)
+        needs, total = context.slots.needs, context.blocks.total
+        fitting = needs.longest(total, context.slots.columns)
+        max_length = min(longest, fitting * context.block_size_tokens + 1)
     if max_length > longest:
         # As in Megatron: a wish beyond the longest sequence is cut, not refused.
         _tell_of_cut(longest)
         max_length = longest
     # The last token is never fed back, so it needs no place in the cache.
-    blocks = -(-(max_length - 1) // context.block_size_tokens)
+    blocks = context.slots.needs.of(-(-(max_length - 1) // context.block_size_tokens))
     if blocks > context.blocks.total:
         pool = context.blocks.total * context.block_size_tokens
         raise PoolTooSmall(

@@ -25,7 +25,7 @@ class StepTensors:
         lengths: int32 `[rows]`: tokens of the sequence: of a decode row before the step, of a chunk
             after the step.
         kv_lengths: int32 `[rows]`: keys that the row's last query token sees.
-        block_tables: int32 `[rows, blocks]`.
+        block_tables: int32 `[rows, tables * blocks]`: a row's tables side by side.
         prefill_starts: int32 `[prefill rows + 1]`: where the tokens of each prefill row begin among
             the step's, and the end of the last row's.
         slots: int64 `[sample rows]`.
@@ -34,7 +34,8 @@ class StepTensors:
         last_token: int64 `[sample rows]`: index of the row's last token among the tokens.
         token_ids: int64 `[tokens]`, decode rows first.
         positions: int64 `[tokens]`.
-        write_index: int64 `[tokens]`: place in the flat KV cache.
+        write_index: int64 `[tokens]`: place in the flat KV cache, by the first table.
+        write_indices: int64 `[tables, tokens]`: by each table; `write_index` is its first row.
     """
 
     entry: Tensor
@@ -50,6 +51,7 @@ class StepTensors:
     token_ids: Tensor
     positions: Tensor
     write_index: Tensor
+    write_indices: Tensor
 
     @classmethod
     def empty(
@@ -59,18 +61,20 @@ class StepTensors:
         max_blocks: int,
         device: torch.device,
         max_sample_rows: int,
+        tables: int = 1,
     ) -> StepTensors:
-        """Buffers for the largest step, zeroed."""
+        """Buffers for the largest step, zeroed; `max_blocks` are of each table."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        write_indices = zeros(tables, max_tokens)
         return cls(
             entry=zeros(1, dtype=torch.int32),
             row_slots=zeros(max_rows),
             lengths=zeros(max_rows, dtype=torch.int32),
             kv_lengths=zeros(max_rows, dtype=torch.int32),
-            block_tables=zeros(max_rows, max_blocks, dtype=torch.int32),
+            block_tables=zeros(max_rows, tables * max_blocks, dtype=torch.int32),
             prefill_starts=zeros(max_rows + 1, dtype=torch.int32),
             slots=zeros(max_sample_rows),
             sample_positions=zeros(max_sample_rows, dtype=torch.int32),
@@ -78,7 +82,8 @@ class StepTensors:
             last_token=zeros(max_sample_rows),
             token_ids=zeros(max_tokens),
             positions=zeros(max_tokens),
-            write_index=zeros(max_tokens),
+            write_index=write_indices[0],
+            write_indices=write_indices,
         )
 
     def head(self, dims: BatchDimensions) -> StepTensors:
@@ -101,4 +106,5 @@ class StepTensors:
             token_ids=self.token_ids[:tokens],
             positions=self.positions[:tokens],
             write_index=self.write_index[:tokens],
+            write_indices=self.write_indices[:, :tokens],
         )

@@ -35,6 +35,7 @@ from megatron_async.planning.scheduler import Scheduler
 from megatron_async.planning.state_rows import StateRows
 from megatron_async.planning.step_output import StepOutput, book_samples
 from megatron_async.planning.step_plan import IntArray, StepPlan, StepShape
+from megatron_async.planning.window_tables import block_needs
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
 from megatron_async.requests.routing_record import RoutingRecord
 
@@ -108,6 +109,7 @@ class DynamicInferenceContext(NamesOfMegatron):
             stages,
             inference_config.decode_width,
             inference_config.draft_places,
+            block_needs(self.gpu_view.kv_cache.layout.windows, inference_config),
         )
         self._staging = HostStaging(
             self.device,

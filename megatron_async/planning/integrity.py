@@ -16,7 +16,7 @@ def check_integrity(slots: RequestSlots, blocks: KVBlockAllocator, prefilling: l
             state contradicts its contents, or lengths are out of order. The message names the slot
             or the block.
     """
-    tables = [slots.block_table[slot, : slots.num_blocks[slot]] for slot in range(slots.capacity)]
+    tables = [slots.blocks_of(slot) for slot in range(slots.capacity)]
     for table in tables:
         unique = len(table) == 0 or len(np.unique(table)) == len(table)
         assert unique, f"a slot has a block twice: {table}"
@@ -45,5 +45,12 @@ def check_integrity(slots: RequestSlots, blocks: KVBlockAllocator, prefilling: l
     # Rows of several tokens may have come to the limit before steps in flight, which yield nothing.
     least = slots.at_least(used) if slots.max_width == 1 else slots.num_known[used]
     assert (least <= slots.max_length[used]).all(), "launched beyond a length limit"
+    if (windows := slots.windows) is not None:
+        assert (windows.first <= windows.end).all(), "a table of windows begins behind its end"
+        assert (windows.end <= slots.num_blocks).all(), "more blocks in a window than in all"
+        decodes = slots.state >= SlotState.DECODING
+        same = windows.end[decodes] == slots.num_blocks[decodes]
+        assert same.all(), "a decoding request lacks blocks in a table of windows"
+        assert (windows.end[free] == 0).all(), "a free slot holds blocks in a table of windows"
     in_prefill = np.flatnonzero(slots.state == SlotState.PREFILLING)
     assert sorted(prefilling) == list(in_prefill), "prefill list disagrees with slot states"

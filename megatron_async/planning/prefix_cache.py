@@ -22,7 +22,7 @@ import numpy as np
 from megatron_async.device_state.state_table import StatePlan
 from megatron_async.ops.sampling.slot_records import RowFeature
 from megatron_async.planning.kv_block_allocator import KVBlockAllocator
-from megatron_async.planning.prefix_hashes import block_hashes
+from megatron_async.planning.prefix_hashes import DIGEST_BYTES, block_hashes
 from megatron_async.planning.request_slots import (
     ALL,
     NO_SLOTS,
@@ -40,16 +40,24 @@ REMEMBERED = 4
 """Number of evicted blocks whose hashes are kept, as a multiple of the pool's blocks."""
 
 
+COUNTING = RowFeature.PENALTIES | RowFeature.BAD_WORDS
+"""Features for which cached tokens are counted."""
+
+
 class Found(NamedTuple):
     """The cached blocks and state of a sequence's beginning."""
 
     blocks: IntArray
-    """Integers `[n]`: blocks with the keys and values of the first tokens; perhaps of all."""
+    """Integers `[n]`: blocks with the keys and values of the first tokens, perhaps of all, table by
+    table; in tables of windows those that the next query sees."""
+    length: int = 0
+    """Blocks in a table of full layers: where the request begins."""
     is_being_written: bool = False
     """Whether the plan that is being made writes the next block: then the request should wait for
     the next plan."""
     matched: int = 0
-    """Tokens whose blocks are cached: those of `blocks`, and later ones without a state."""
+    """Tokens whose blocks are cached in full layers: those of `length`, and later ones without a
+    state or a window's blocks."""
     state_row: int = NO_ROW
     """Row of the state after `blocks`; -1: none, the request begins at 0."""
     was_lost: bool = False
@@ -66,7 +74,8 @@ class PrefixCache:
         states: rows of the recurrent layers' states; None without such layers.
         queries: tokens of admitted requests.
         hits: queries that were found.
-        lost_states: queries whose keys and values were found, but no state after them.
+        lost_states: queries whose keys and values were found in full layers, but no state after
+            them, or not the blocks of a window.
         lost_blocks: queries in whole blocks that were evicted.
         evictions: cached blocks that were handed out to another owner.
         losses: blocks that cannot be found any more, for any reason.
@@ -112,7 +121,8 @@ class PrefixCache:
     def take_lost(self) -> list[bytes]:
         """Hashes of blocks that cannot be found any more; each hash is returned once."""
         self._take_notice()
-        lost = [each for each in self._lost if each not in self._block_of]
+        known = (each for each in self._lost if len(each) == DIGEST_BYTES)  # of the first table
+        lost = [each for each in known if each not in self._block_of]
         self._lost.clear()
         return lost
 
@@ -130,10 +140,45 @@ class PrefixCache:
     def _find(self, request: DynamicInferenceRequest, num_known: int, step: int) -> Found:
         self._take_notice()
         self._catch_up(step)
+        count, row = self._most(request, num_known), NO_ROW
+        is_being_written = was_lost = False
+        chains: list[list[int]] = []
+        for table in range(self._slots.needs.full):
+            found, writes, lost = self._chain(request, table, count, step)
+            count, chains = len(found), [*chains, found]
+            is_being_written, was_lost = is_being_written or writes, was_lost or lost
+        matched, before = count * self._size, -1
+        # A state and each window must be there at the same place.
+        while count != before:
+            before = count
+            for window, first, tables in self._slots.needs.kinds:
+                for table in range(first, first + tables):
+                    count, writes = self._in_window(request, window, table, count, num_known, step)
+                    is_being_written |= writes
+            if self.states is not None:
+                state = self.states.find(request.block_hashes[:count], step)
+                count, row = state.tokens // self._size, state.row
+                is_being_written |= state.is_being_written
+        blocks = [block for found in chains for block in found[:count]]
+        for window, first, tables in self._slots.needs.kinds:
+            places = range(self._first(window, count, num_known), count)
+            for table in range(first, first + tables):
+                keys = self._keys(request, places.start, count, table)
+                blocks += [self._block_of[each] for each in keys]
+        if not chains:
+            matched = count * self._size
+        held = np.array(blocks, dtype=np.int32)
+        return Found(held, count, is_being_written, matched, row, was_lost)
+
+    def _chain(
+        self, request: DynamicInferenceRequest, table: int, most: int, step: int
+    ) -> tuple[list[int], bool, bool]:
+        """Blocks of a sequence's beginning in a table of full layers, `most` or fewer; whether plan
+        `step` writes the next one, or it was lost."""
         found: list[int] = []
         is_being_written = was_lost = False
         salt = _salt(request)
-        for each in request.block_hashes[: self._most(request, num_known)]:
+        for each in self._keys(request, 0, most, table):
             block = self._block_of.get(each)
             if block is None or self._salt_of[block] != salt:
                 was_lost = each in self._handed_out
@@ -145,32 +190,69 @@ class PrefixCache:
         if found and (equal := self._hold_tokens_of(request, found)) < len(found):
             del found[equal:]
             is_being_written = was_lost = False
-        matched, row = len(found) * self._size, NO_ROW
-        if self.states is not None:
-            state = self.states.find(request.block_hashes[: len(found)], step)
-            del found[state.tokens // self._size :]
-            is_being_written, row = is_being_written or state.is_being_written, state.row
-        blocks = np.array(found, dtype=np.int32)
-        return Found(blocks, is_being_written, matched, row, was_lost)
+        return found, is_being_written, was_lost
+
+    def _in_window(
+        self,
+        request: DynamicInferenceRequest,
+        window: int,
+        table: int,
+        count: int,
+        num_known: int,
+        step: int,
+    ) -> tuple[int, bool]:
+        """Number of blocks, at most `count`, after which a sequence can begin in a table of
+        windows: those that the next query sees are there. And whether plan `step` writes one."""
+        is_being_written, salt = False, _salt(request)
+        number = count - 1
+        while number >= self._first(window, count, num_known) and number >= 0:
+            (each,) = self._keys(request, number, number + 1, table)
+            block = self._block_of.get(each)
+            if block is None or self._salt_of[block] != salt:
+                count = number
+            elif self._written_by[block] >= step:
+                count, is_being_written = number, True
+            elif not self._hold_tokens_of(request, [block], number):
+                count = number
+            number -= 1
+        return count, is_being_written
+
+    def _first(self, window: int, count: int, num_known: int) -> int:
+        """The first block in a window that a sequence needs which begins after `count` blocks."""
+        query = min(count * self._size, num_known - 1)
+        return max(query - window + 1, 0) // self._size
+
+    def _keys(
+        self, request: DynamicInferenceRequest, first: int, end: int, table: int
+    ) -> list[bytes]:
+        """What blocks of a sequence are found by, in a table."""
+        hashes = request.block_hashes[first:end]
+        return [each + bytes([table]) for each in hashes] if table else hashes
 
     def _most(self, request: DynamicInferenceRequest, num_known: int) -> int:
         """Blocks that a request's sequence of so many tokens may share. The last token is always
         computed. If it ends a block, this is shared all the same, but not without the state before
         the token; nor is a block of this token alone, which saves nothing. All tokens are computed
         from the one before the first whose log prob is wanted."""
+        features = 0 if request.record is None else request.record.features
+        if not self._slots.needs.full and features & COUNTING:
+            return 0  # tokens of the blocks before a window are not there
         ends_alone = self.states is not None or self._size == 1
         most = num_known - ends_alone
         if missing := request.prompt_log_probs_missing:
             most = min(most, len(request.prompt_tokens) - missing - 1)
         return most // self._size
 
-    def _hold_tokens_of(self, request: DynamicInferenceRequest, found: list[int]) -> int:
-        """How many of the blocks in `found`, from the first on, hold this request's tokens: all,
-        unless two blocks have the same hash."""
+    def _hold_tokens_of(
+        self, request: DynamicInferenceRequest, found: list[int], first: int = 0
+    ) -> int:
+        """How many of the blocks in `found`, from the first on, hold this request's tokens, from
+        those of its block `first` on: all, unless two blocks have the same hash."""
         size, known = self._size, request.prompt_tokens
-        if len(found) * size > len(known):
+        end = (first + len(found)) * size
+        if end > len(known):
             known = np.concatenate((known, request.generated_tokens))
-        own = known[: len(found) * size].reshape(len(found), size)
+        own = known[first * size : end].reshape(len(found), size)
         same = self._tokens[found] == own
         if same.all():
             return len(found)
@@ -182,14 +264,14 @@ class PrefixCache:
 
     def begin(self, slot: int, found: Found, step: int) -> None:
         """A request was given `slot` in plan `step`, with what was found."""
-        self._entered[slot] = len(found.blocks)
+        self._entered[slot] = found.length
         self._is_stale[slot] = False
         if self.states is not None:
             self.states.begin(slot, found.state_row, found.matched, step)
 
     def count(self, request: DynamicInferenceRequest, found: Found) -> None:
         """Count a request that has begun with what was found."""
-        num_known, cached = request.num_known, len(found.blocks) * self._size
+        num_known, cached = request.num_known, found.length * self._size
         self.queries += num_known
         self.hits += min(cached, num_known - 1)
         self.lost_states += found.matched - cached
@@ -319,22 +401,28 @@ class PrefixCache:
             tokens = self._slots.tokens[slot, len(hashes) * size : count * size]
             parent = hashes[-1] if hashes else b""
             hashes += block_hashes(tokens, size, _salt(request), parent)
-        blocks = self._slots.block_table[slot, begin:count]
-        new = []
-        for block, each in zip(blocks.tolist(), hashes[begin:count]):  # sync-ok: NumPy
-            # Of two blocks with the same tokens the first is kept.
-            if each not in self._block_of:
-                self._block_of[each] = block
-                self._hash_of[block] = each
-                new.append(block)
-        if new:
-            known = self._slots.tokens[slot, begin * size : begin * size + len(blocks) * size]
-            self._tokens[blocks] = known.reshape(len(blocks), size)
-            salt = _salt(request)
-            for block in new:
-                self._salt_of[block] = salt
-            self._blocks.remember(np.array(new, dtype=np.int32))
-            self._written_by[new] = step
+        columns, row = self._slots.columns, self._slots.block_table[slot]
+        for span in self._slots.spans_of(slot):
+            table = span.start // columns
+            first, end = max(begin, span.start % columns), min(count, span.stop - table * columns)
+            if first >= end:
+                continue
+            blocks, new = row[table * columns + first : table * columns + end], []
+            keys = self._keys(request, first, end, table)
+            for block, each in zip(blocks.tolist(), keys):  # sync-ok: NumPy
+                # Of two blocks with the same tokens the first is kept.
+                if each not in self._block_of:
+                    self._block_of[each] = block
+                    self._hash_of[block] = each
+                    new.append(block)
+            if new:
+                known = self._slots.tokens[slot, first * size : end * size]
+                self._tokens[blocks] = known.reshape(len(blocks), size)
+                salt = _salt(request)
+                for block in new:
+                    self._salt_of[block] = salt
+                self._blocks.remember(np.array(new, dtype=np.int32))
+                self._written_by[new] = step
         self._entered[slot] = max(count, begin)
 
     def _findable(self) -> IntArray:

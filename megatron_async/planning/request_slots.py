@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_async.ops.sampling.slot_records import Header
 from megatron_async.planning.step_plan import IntArray
+from megatron_async.planning.window_tables import BlockNeeds, WindowTables
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
 
@@ -62,10 +63,15 @@ class RequestSlots:
     Args:
         capacity: number of slots.
         max_sequence_length: longest sequence, tokens.
-        max_blocks: blocks that the longest sequence takes.
+        max_blocks: blocks that the longest sequence takes in each block table.
         num_micro_batches: groups that the slots form, `slot % num_micro_batches`.
         max_width: most tokens that a row yields.
         draft_places: further cache positions that a step fills for a row's drafts.
+        needs: of blocks, with the windows of the block tables; None: one, of full layers.
+
+    Attributes:
+        needs: as given, or made here.
+        windows: blocks that layers with a window hold; None without such layers.
     """
 
     def __init__(
@@ -76,6 +82,7 @@ class RequestSlots:
         num_micro_batches: int = 1,
         max_width: int = 1,
         draft_places: int = 0,
+        needs: BlockNeeds | None = None,
     ) -> None:
         self.capacity = capacity
         self.max_width = max_width
@@ -104,8 +111,13 @@ class RequestSlots:
         """Tokens of the shared blocks that the request got: `num_cached`, or one more, its last
         one, which is computed again and not written."""
 
+        self.needs = needs = needs or BlockNeeds((0,), -(-max_sequence_length // max_blocks))
+        self.num_tables, self.columns = len(needs.windows), max_blocks
         self.num_blocks = np.zeros(capacity, dtype=np.int32)
-        self.block_table = np.zeros((capacity, max_blocks), dtype=np.int32)
+        """Blocks in each table of full layers; from DECODING on, the end of others' too."""
+        self.block_table = np.zeros((capacity, self.num_tables * max_blocks), dtype=np.int32)
+        """All tables of a slot, side by side."""
+        self.windows = WindowTables(needs, capacity, max_blocks) if needs.kinds else None
         # Lazily paged in by the system: a short sequence touches little of its row.
         self.tokens = np.empty((capacity, max_sequence_length), dtype=np.int32)
 
@@ -145,6 +157,8 @@ class RequestSlots:
         self.state[:] = SlotState.FREE
         self.request_id[:] = -1
         self.num_blocks[:] = 0
+        if self.windows is not None:
+            self.windows.clear()
         self._free = [list(reversed(members)) for members in self._members]
 
     @property
@@ -238,6 +252,8 @@ class RequestSlots:
         del self.slot_of[int(self.request_id[slot])]
         self.request_id[slot] = -1
         self.num_blocks[slot] = 0
+        if self.windows is not None:
+            self.windows.clear(slot)
         self.requests[slot] = None
         self._free[slot % self.num_micro_batches].append(slot)
         return blocks
@@ -300,8 +316,17 @@ class RequestSlots:
         return np.minimum(places + self.draft_places, self.max_length - 1)
 
     def blocks_of(self, slot: int | np.integer[Any]) -> IntArray:
-        """The blocks of a slot, int32: a view."""
-        return self.block_table[slot, : self.num_blocks[slot]]
+        """The blocks of a slot, table by table, int32: a view where there is one table."""
+        row, count = self.block_table[slot], self.num_blocks[slot]
+        if self.num_tables == 1 and self.windows is None:
+            return row[:count]
+        return np.concatenate([row[span] for span in self.spans_of(int(slot))])
+
+    def spans_of(self, slot: int) -> list[slice]:
+        """Columns of `block_table` that hold blocks of a slot, table by table."""
+        starts = range(0, self.needs.full * self.columns, self.columns)
+        full = [slice(start, start + int(self.num_blocks[slot])) for start in starts]
+        return full if self.windows is None else full + self.windows.spans(slot)
 
     def count_launched(self, slots: IntArray, widths: IntArray | int) -> None:
         """A step was planned that yields up to `widths` tokens of each of `slots`."""

@@ -25,6 +25,7 @@ from megatron_async.planning.request_slots import (
     SlotState,
 )
 from megatron_async.planning.step_plan import IntArray
+from megatron_async.planning.window_tables import WindowTables
 from megatron_async.requests.inference_request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
@@ -79,6 +80,8 @@ class Scheduler:
     ) -> None:
         self._config = config
         self._slots = slots
+        # Steps that may be taken back feed tokens from the known ones on.
+        self._least = slots.num_known if config.invalidation == "rollback" else None
         self._blocks = blocks
         self._builder = builder
         self._tracer = tracer
@@ -91,6 +94,8 @@ class Scheduler:
         self.micro_batches = MicroBatches(slots, config.steps_in_flight - 1)
         self.prefill_limit = config.max_tokens
         self.weight_version: Version = None
+        self._stuck: list[int] = []
+        """Prompts under way for which there are no blocks in tables of windows."""
         self.pauses = 0
         self.evictions = 0
         self.recomputed_tokens = 0
@@ -118,6 +123,7 @@ class Scheduler:
     def schedule(self) -> tuple[DecodeRows, list[PrefillChunk]]:
         """Decode rows and prefill chunks of the next step; both empty if nothing can run."""
         while True:
+            self._stuck = []
             for micro_batch in self.micro_batches.in_turn():
                 with self._tracer.range("schedule", self._builder.next_step):
                     decode = self._schedule_decode(micro_batch)
@@ -146,6 +152,8 @@ class Scheduler:
         wait until the steps in flight have shown their length.
         """
         slots, blocks = self._slots, self._blocks
+        if slots.windows is not None:
+            self._leave_behind(slots.windows)
         # All slots at once: cheaper than to pick some out of each array.
         wants = slots.may_decode()
         # Under a grammar the mask of a token needs the token before it: one may be in flight.
@@ -182,7 +190,7 @@ class Scheduler:
         self, wants: NDArray[np.bool_], places: IntArray
     ) -> tuple[IntArray, IntArray, int]:
         """Slots of those that want to run, bool `[slots]`, that lack blocks for their places, how
-        many each lacks, and the sum."""
+        many each lacks in all its tables, and the sum."""
         size = self._config.block_size_tokens
         missing = self._slots.with_drafts(places) - self._slots.num_blocks * size
         is_needy = missing > 0
@@ -191,20 +199,39 @@ class Scheduler:
             return NO_SLOTS, NO_SLOTS, 0
         needy = np.flatnonzero(is_needy)
         wanted = -(-missing[needy] // size)
+        if self._slots.num_tables > 1:
+            wanted *= self._slots.num_tables
         return needy, wanted, int(wanted.sum())
 
     def _give_blocks(self, rows: IntArray, counts: IntArray, count: int) -> None:
-        """Give each of `rows` its number of further blocks, `count` in all."""
-        slots = self._slots
-        indices = slots.num_blocks[rows]
+        """Give each of `rows` its number of blocks, as many in each table, `count` in all."""
+        slots, tables = self._slots, self._slots.num_tables
+        places = indices = slots.num_blocks[rows]
         blocks = self._blocks.allocate(count)
         if count > len(rows):
             within = np.arange(len(blocks)) - np.repeat(counts.cumsum() - counts, counts)
-            indices = (np.repeat(indices, counts) + within).astype(np.int32)
+            indices = (np.repeat(indices, counts) + within // tables).astype(np.int32)
+            places = indices + np.int32(slots.columns) * (within % tables).astype(np.int32)
             rows = np.repeat(rows, counts)
-        slots.block_table[rows, indices] = blocks
+        slots.block_table[rows, places] = blocks
         slots.num_blocks[rows] = indices + 1
-        self._builder.add_block_updates(rows, indices, blocks)
+        if slots.windows is not None:
+            slots.windows.end[rows] = indices + 1
+        self._builder.add_block_updates(rows, places, blocks)
+
+    def _leave_behind(self, windows: WindowTables) -> None:
+        """Take from decoding requests the blocks that no query to come sees."""
+        slots = self._slots
+        queries = (slots.at_least(ALL) if self._least is None else self._least) - 1
+        passed = windows.passed(queries)
+        passed &= slots.state >= SlotState.DECODING
+        for slot in np.flatnonzero(passed):
+            self._pass_by(windows, int(slot), int(queries[slot]))
+
+    def _pass_by(self, windows: WindowTables, slot: int, queries: int) -> None:
+        row = self._slots.block_table[slot]
+        for span in windows.pass_by(slot, queries):
+            self._blocks.release(row[span].copy())
 
     # ---- Prefill -----------------------------------------------------------------------------
 
@@ -223,18 +250,46 @@ class Scheduler:
         start = int(self._slots.num_prefilled[slot])
         known = self._slots.num_to_prefill(slot)
         end = min(known, start + budget)
+        if self._slots.windows is not None:
+            end = self._end_in_windows(self._slots.windows, slot, start, end)
         border = end // self._chunk_border * self._chunk_border
         if end < known and border > start:
             end = border
         if end > start:
+            if self._slots.windows is not None:
+                self._fill_windows(self._slots.windows, slot, end)
             chunks.append(PrefillChunk(slot, start, end))
             if self.prefix_cache is not None:
                 self.prefix_cache.written(slot, start, end, self._builder.next_step)
+        elif budget > 0:
+            self._stuck.append(slot)
         return max(end - start, 0)
+
+    def _end_in_windows(self, windows: WindowTables, slot: int, start: int, end: int) -> int:
+        """Where a chunk ends for which there are blocks in the tables of windows, `end` or before;
+        `start`: there are none."""
+        self._pass_by(windows, slot, start)
+        known, size = self._slots.num_to_prefill(slot), self._config.block_size_tokens
+        held = int(windows.end[slot]) + self._blocks.allocatable // windows.per_block
+        if end == known and held < self._slots.num_blocks[slot]:
+            end -= 1  # the last token of a prompt comes with the blocks of drafts
+        return max(min(end, held * size), start)
+
+    def _fill_windows(self, windows: WindowTables, slot: int, end: int) -> None:
+        """Give the tables of windows blocks for the tokens up to `end`; with a prompt's last, as
+        many as full layers have."""
+        slots, is_last = self._slots, end == self._slots.num_to_prefill(slot)
+        wanted = slots.num_blocks[slot] if is_last else -(-end // self._config.block_size_tokens)
+        if (more := int(wanted - windows.end[slot])) > 0:
+            indices = windows.more(slot, more)
+            blocks = self._blocks.allocate(len(indices))
+            slots.block_table[slot, indices] = blocks
+            owners = np.full(len(indices), slot, np.int64)
+            self._builder.add_block_updates(owners, indices.astype(np.int32), blocks)
 
     def _may_admit(self, micro_batch: int, budget: int) -> bool:
         slots, config, queue = self._slots, self._config, len(self.waiting)
-        if not queue or not self.micro_batches.may_admit(micro_batch, queue):
+        if not queue or self._stuck or not self.micro_batches.may_admit(micro_batch, queue):
             return False
         if np.any(slots.state == SlotState.PAUSED):
             return False
@@ -242,7 +297,8 @@ class Scheduler:
         if budget < waiting.num_known <= config.max_tokens and not config.enable_chunked_prefill:
             return False
         size = config.block_size_tokens
-        wanted = self._blocks_for(waiting)
+        count = self._blocks_for(waiting)
+        wanted = slots.needs.full * count
         if self._builder.num_updates + wanted > self._blocks.total:
             return False  # shared blocks stand in several tables: the next step has room for them
         found = self._look_up(waiting)
@@ -251,9 +307,26 @@ class Scheduler:
         horizon = ADMISSION_HORIZON * slots.max_width
         soon = slots.num_known + slots.in_flight_tokens + horizon > slots.num_blocks * size
         reserve = int(np.count_nonzero((slots.state == SlotState.DECODING) & soon))
+        if slots.windows is not None:
+            reserve = slots.num_tables * reserve + self._wanted_by_prefills(slots.windows)
+            wanted += len(found.blocks) - slots.needs.full * found.length
+            updates = wanted + slots.needs.of_windows(count - found.length, budget)
+            if 0 < self._builder.num_updates > self._blocks.total - updates:
+                return False
+            more = slots.needs.of_windows(count - found.length, config.max_tokens)
+            wanted += min(more, self._blocks.total - wanted)
         # A cached block that nobody owns is taken from the allocatable ones like a fresh one.
         wanted -= int(np.count_nonzero(self._blocks.owners[found.blocks]))
         return wanted + reserve <= self._blocks.allocatable
+
+    def _wanted_by_prefills(self, windows: WindowTables) -> int:
+        """Blocks that prompts under way lack for the largest chunks."""
+        needs, slots, lacking = self._slots.needs, self._slots, 0
+        for slot in self.prefilling:
+            held = sum(span.stop - span.start for span in windows.spans(slot))
+            whole = needs.of_windows(int(slots.num_blocks[slot]), self._config.max_tokens)
+            lacking += max(whole - held, 0)
+        return lacking
 
     def _blocks_for(self, request: DynamicInferenceRequest) -> int:
         """Blocks of a request's known tokens, and of the drafts behind them."""
@@ -276,21 +349,28 @@ class Scheduler:
         """Give the first waiting request a slot and the blocks of all its tokens."""
         request, slots, size = self.waiting.first(), self._slots, self._config.block_size_tokens
         count, found = self._blocks_for(request), self._look_up(request)
-        cached = found.blocks
+        shared, full = found.length, slots.needs.full
         slot = slots.acquire(
-            request, request.rank, request.max_length, micro_batch, num_shared=len(cached) * size
+            request, request.rank, request.max_length, micro_batch, num_shared=shared * size
         )
         self.prefilling.append(slot)
         if self.prefix_cache is not None:
             self.prefix_cache.begin(slot, found, self._builder.next_step)
         # Shared before fresh ones are taken, which could be cached ones too.
-        slots.block_table[slot, : len(cached)] = cached
-        self._blocks.share(cached)
+        self._blocks.share(found.blocks)
         slots.num_blocks[slot] = count
-        fresh = self._blocks.allocate(count - len(cached))
-        slots.block_table[slot, len(cached) : count] = fresh
-        indices, blocks = np.arange(count, dtype=np.int32), slots.blocks_of(slot).copy()
-        self._builder.add_block_updates(np.full(count, slot, np.int64), indices, blocks)
+        if slots.windows is not None:
+            slots.windows.begin(slot, shared, int(slots.num_cached[slot]))
+        fresh, cached = self._blocks.allocate(full * (count - shared)), found.blocks
+        for span in slots.spans_of(slot):
+            place = span.start % slots.columns
+            have = max(min(shared, place + span.stop - span.start) - place, 0)
+            lack = span.stop - span.start - have
+            given = np.concatenate((cached[:have], fresh[:lack]))
+            slots.block_table[slot, span], cached, fresh = given, cached[have:], fresh[lack:]
+        spans = [np.arange(each.start, each.stop) for each in slots.spans_of(slot)]
+        indices, blocks = np.concatenate(spans).astype(np.int32), slots.blocks_of(slot).copy()
+        self._builder.add_block_updates(np.full(len(blocks), slot, np.int64), indices, blocks)
         request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
         self.waiting.pop()
         if self.prefix_cache is not None:
@@ -338,9 +418,12 @@ class Scheduler:
         # entries of its own, the last token's is there already, and is not made again.
         last = int(slots.at_most(slot)) - (0 if slots.draft_places else 1)
         keep = -(-min(last, int(slots.max_length[slot]) - 1) // self._config.block_size_tokens)
-        surplus = slots.blocks_of(slot)[keep:].copy()
-        slots.num_blocks[slot] -= len(surplus)
-        self._blocks.release(surplus)
+        for span in slots.spans_of(int(slot)):
+            first = span.start // slots.columns * slots.columns + keep
+            self._blocks.release(slots.block_table[slot, max(first, span.start) : span.stop].copy())
+        slots.num_blocks[slot] = min(keep, slots.num_blocks[slot])
+        if slots.windows is not None:
+            slots.windows.end[slot] = slots.num_blocks[slot]
 
     def _resume(self, rows: IntArray) -> None:
         """Continue requests that get a block; `rows` may contain running ones too."""
@@ -357,7 +440,7 @@ class Scheduler:
             whether to plan again.
         """
         state = self._slots.state
-        if not np.any(state == SlotState.PAUSED):
+        if not np.any(state == SlotState.PAUSED) and len(self._stuck) < 2:
             return False
         if np.any(state == SlotState.DECODING):
             # At their length limits, or of unknown lengths, with tokens in flight: the next resolve
@@ -368,8 +451,9 @@ class Scheduler:
         # The first in rank goes on before the others, and each of them lacks blocks.
         if len(needy) == np.count_nonzero(is_paused):
             ranks = self._slots.rank[needy]
-            if self._blocks.allocatable < wanted[np.argmin(ranks)]:
-                self._evict(needy[np.argmax(ranks)])
+            if not len(needy) or self._blocks.allocatable < wanted[np.argmin(ranks)]:
+                lacking = np.array([*needy, *self._stuck])
+                self._evict(int(lacking[np.argmax(self._slots.rank[lacking])]))
         return True
 
     def _evict(self, slot: int) -> None:

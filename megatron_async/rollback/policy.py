@@ -99,8 +99,10 @@ def _take_back_one(plan: StepPlan, context: DynamicInferenceContext, repeats_chu
     decode = plan.slots[: plan.num_decode][live[: plan.num_decode]]
     slots.state[decode] = SlotState.DECODING
     updates = plan.block_updates
-    given = np.isin(updates.slots, decode)  # to each at most one, the last in its table
+    given = np.isin(updates.slots, decode)  # to each at most one, the last in its tables
     slots.num_blocks[updates.slots[given]] -= 1
+    if slots.windows is not None:
+        slots.windows.end[decode] = slots.num_blocks[decode]
     context.blocks.release(updates.blocks[given])
 
     lengths = np.diff(plan.prefill_starts)
@@ -113,7 +115,8 @@ def _take_back_one(plan: StepPlan, context: DynamicInferenceContext, repeats_chu
             scheduler.prefilling.insert(0, slot)  # it was ahead of those that have tokens left
         slots.num_prefilled[slot] = plan.kv_at_most[row] - lengths[row - plan.num_decode]
         starts = plan.prefill_features[row - plan.num_decode] & RowFeature.STARTS
-        if starts or not repeats_chunks:
+        # What later chunks did not need of windows is given away.
+        if starts or not repeats_chunks or slots.windows is not None:
             scheduler.requeue(slot)
 
 

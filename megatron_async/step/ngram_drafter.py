@@ -19,7 +19,7 @@ class NgramDrafter:
         assert tokens is not None, "the cache keeps tokens where this drafter is chosen"
         return view.ops.ngram_drafts(
             tokens,
-            step.block_tables,
+            step.block_tables[:, : slots.block_table.size(1) // len(step.write_indices)],
             step.row_slots,
             slots.length,
             slots.last_token,

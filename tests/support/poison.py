@@ -125,7 +125,7 @@ def poison_blocks(engine: DynamicInferenceEngine) -> PoisonedBlocks:
 
     def begin_and_check(*arguments: Any) -> None:
         begin_step(*arguments)
-        blocks.check_places(view.step.write_index)
+        blocks.check_places(view.step.write_indices.flatten())
 
     view.begin_step = begin_and_check  # type: ignore[method-assign]
     return blocks

@@ -31,7 +31,7 @@ def unpack_rows(
     last_token: Any, lengths: Any, by_slot: Any, drafts: Any, block_table: Any, records: Any,
     entry_out: Any, row_slots: Any, lengths_out: Any, kv_lengths: Any, tables: Any, slots_out: Any,
     sample_positions: Any, features: Any, last_index: Any, token_ids: Any, positions: Any,
-    write_index: Any, block_tokens: Any, keeps: Any,
+    write_indices: Any, block_tokens: Any, keeps: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """A step of decode rows alone; see `unpack_step_kernels`.
 
@@ -40,7 +40,7 @@ def unpack_rows(
         header: words `FEATURES`, `MAX_LENGTH` and `DRAFTS` of a record, and the bit `PRODUCES`.
         last_token, drafts, block_table, records: of `DeviceSlots`; the table is changed.
         lengths: by slot if `by_slot`, else by row.
-        entry_out: and all up to `write_index`: of `StepTensors`, written.
+        entry_out: and all up to `write_indices`: of `StepTensors`, written.
         block_tokens: `[blocks * block size]`, changed if `keeps`.
     """
     entry = next_entry[0]
@@ -49,6 +49,7 @@ def unpack_rows(
     updates, planned = step[fields[0]], step[fields[1]]
     first, dummy = fields[3], len(block_table) - 1
     last_block = block_table[dummy, 0]
+    columns = block_table.shape[1] // len(write_indices)
     for i in range(first, first + updates):
         block = step[i + 2 * updates]
         if block < 0 or block > last_block:
@@ -72,7 +73,10 @@ def unpack_rows(
             token = last_token[slot] if query == 0 else max(drafts[slot, query - 1], 0)
             features[index] = record[header[0]] | header[3]
             last_index[index] = index
-            token_ids[index], positions[index], write_index[index] = token, position, place
+            token_ids[index], positions[index], write_indices[0, index] = token, position, place
+            for number in range(1, len(write_indices)):
+                block = block_table[owner, number * columns + position // block_size]
+                write_indices[number, index] = block * block_size + position % block_size
             if width > 1:
                 slots_out[index], sample_positions[index] = slot, length + query
             if keeps:
@@ -132,8 +136,8 @@ def compile_loops() -> None:
     drafts = np.zeros((1, 0), np.int64)
     unpack_rows(
         words, number, (0, 1, 2, 3), word, 1, 1, index, number, True, drafts, table, records,
-        number, index, number, number, table, index, number, number, index, index, index, index,
-        number, False,
+        number, index, number, number, table, index, number, number, index, index, index,
+        index.reshape(1, 1), number, False,
     )  # fmt: skip
     store_samples(
         index, index, number, index, words, 1, word[:2], index, number, records, ring, ring,

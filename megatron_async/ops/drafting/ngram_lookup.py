@@ -55,7 +55,7 @@ def ngram_drafts(
 
     Args:
         block_tokens: int32 `[blocks, block size]`.
-        block_tables: int32 `[rows, blocks]`.
+        block_tables: int32 `[rows, blocks]`; rows may be strided.
         row_slots: int64 `[rows]`.
         lengths: int32 `[slots]`, tokens of the sequences, the last one included.
         last_token: int64 `[slots]`.
@@ -104,7 +104,7 @@ def ngram_drafts_gpu(
     count: int,
     searched: int = SEARCHED,
 ) -> Tensor:
-    rows, blocks = block_tables.shape
+    (rows, blocks), stride = block_tables.shape, block_tables.stride(0)
     block_size = block_tokens.size(1)
     parts = max(triton.cdiv(min(searched, blocks * block_size), TILE), 1)
     best = torch.empty(rows, parts, dtype=torch.int32, device=block_tokens.device)
@@ -112,11 +112,11 @@ def ngram_drafts_gpu(
     sequence = (block_tokens, block_tables, row_slots, lengths, last_token, records)
     options = launch_options(block_tokens)
     _match_kernel[(rows, parts)](
-        *sequence, best, blocks, parts, searched, block_size, LONGEST, SHORTEST, PLACES, TILE,
+        *sequence, best, stride, parts, searched, block_size, LONGEST, SHORTEST, PLACES, TILE,
         **options,
     )  # fmt: skip
     _copy_kernel[(rows,)](
-        *sequence, best, drafts, blocks, parts, count, block_size, PLACES,
+        *sequence, best, drafts, stride, parts, count, block_size, PLACES,
         triton.next_power_of_2(parts), triton.next_power_of_2(count), **options,
     )  # fmt: skip
     return drafts
@@ -132,7 +132,7 @@ def _token(
     return tl.load(block_tokens + block * block_size + place % block_size, exists, other=-1)
 
 
-@triton.jit(do_not_specialize=["blocks", "parts", "searched"])
+@triton.jit(do_not_specialize=["table_stride", "parts", "searched"])
 def _match_kernel(
     block_tokens: tl.tensor,
     block_tables: tl.tensor,
@@ -141,7 +141,7 @@ def _match_kernel(
     last_token: tl.tensor,
     records: tl.tensor,
     best: tl.tensor,
-    blocks: tl.tensor,
+    table_stride: tl.tensor,
     parts: tl.tensor,
     searched: tl.tensor,
     block_size: tl.constexpr,
@@ -160,7 +160,7 @@ def _match_kernel(
     begin = first + part * tile
     found = tl.full((), -1, tl.int32)
     if (begin < last) & (allowed > 0):
-        table = block_tables + row.to(tl.int64) * blocks
+        table = block_tables + row.to(tl.int64) * table_stride
         place = begin + tl.arange(0, tile)
         alive = tl.full((tile,), 1, tl.int1)
         matched = tl.zeros((tile,), tl.int32)
@@ -177,7 +177,7 @@ def _match_kernel(
     tl.store(best + row * parts + part, found)
 
 
-@triton.jit(do_not_specialize=["blocks", "parts", "count"])
+@triton.jit(do_not_specialize=["table_stride", "parts", "count"])
 def _copy_kernel(
     block_tokens: tl.tensor,
     block_tables: tl.tensor,
@@ -187,7 +187,7 @@ def _copy_kernel(
     records: tl.tensor,
     best: tl.tensor,
     drafts: tl.tensor,
-    blocks: tl.tensor,
+    table_stride: tl.tensor,
     parts: tl.tensor,
     count: tl.tensor,
     block_size: tl.constexpr,
@@ -207,7 +207,7 @@ def _copy_kernel(
     exists = (draft < tl.minimum(count, allowed)) & (score >= 0)
     start = tl.maximum(score, 0) % places + 1
     place = start + draft % tl.maximum(last - start + 1, 1)
-    table = block_tables + row.to(tl.int64) * blocks
+    table = block_tables + row.to(tl.int64) * table_stride
     token = _token(block_tokens, table, place, exists & (place < last), block_size).to(tl.int64)
     token = tl.where(place == last, tl.load(last_token + slot), token)
     tl.store(drafts + row * count + draft, tl.where(exists, token, -1), draft < count)

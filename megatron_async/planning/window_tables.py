@@ -1,0 +1,144 @@
+"""`WindowTables`: which blocks the layers with a window hold, of each slot's request.
+
+A query at position p sees the keys from p - window + 1 on. So once all queries to come stand at p
+or behind, the blocks that end before that key are of no use: they go back, and a later step may
+write them, because it runs later. Blocks of windows are given chunk by chunk, while full layers
+have those of all known tokens from the admission on: a long prompt holds a window of blocks, and
+those of a chunk.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_async.config import InferenceConfig
+from megatron_async.planning.step_plan import IntArray
+
+
+class BlockNeeds:
+    """How many blocks a sequence needs, over all its tables.
+
+    Args:
+        windows: of each block table, those of full layers (0) first.
+        block_size: tokens of a block.
+        ahead: most tokens that a request's blocks reach beyond the first query to come.
+
+    Attributes:
+        windows, block_size: as given.
+        full: tables of full layers.
+        kinds: each window, its first table, and the tables that have it.
+    """
+
+    def __init__(self, windows: Sequence[int], block_size: int, ahead: int = 1) -> None:
+        self.windows, self.block_size, self._ahead = tuple(windows), block_size, ahead
+        self.full = self.windows.count(0)
+        self.kinds = [
+            (each, self.windows.index(each), self.windows.count(each))
+            for each in sorted({*self.windows} - {0})
+        ]
+
+    def span(self, window: int, tokens: int) -> int:
+        """Blocks of a table that a request holds at most while `tokens` are written at once."""
+        return (window + tokens - 2) // self.block_size + 2
+
+    def of_windows(self, count: int, tokens: int | None = None) -> int:
+        """Blocks for `count` blocks of a sequence in the tables of windows, at any one time, while
+        `tokens` are written at once; None: as few as there can be."""
+        tokens = self._ahead if tokens is None else tokens
+        return sum(n * min(count, self.span(window, tokens)) for window, _, n in self.kinds)
+
+    def of(self, count: int) -> int:
+        """Blocks without which a sequence of `count` blocks cannot come to its end."""
+        return self.full * count + self.of_windows(count)
+
+    def longest(self, total: int, most: int) -> int:
+        """How many blocks of a sequence, `most` or fewer, a pool of `total` blocks serves."""
+        return bisect_right(range(1, most + 1), total, key=self.of)
+
+
+def block_needs(windows: Sequence[int], config: InferenceConfig) -> BlockNeeds:
+    """The needs of an engine's requests."""
+    # Under the policy "rollback" the first query to come is that behind the last known token.
+    ahead = config.steps_in_flight * config.decode_width + config.draft_places
+    if not config.enable_chunked_prefill:
+        ahead = max(ahead, config.max_tokens)
+    return BlockNeeds(windows, config.block_size_tokens, ahead)
+
+
+class WindowTables:
+    """The tables of window layers.
+
+    Args:
+        needs: of a sequence.
+        capacity: slots.
+        columns: of each block table.
+
+    Attributes:
+        needs: as given.
+        per_block: tables with a window: blocks that are given together.
+        first: int32 `[kinds, slots]`: the first block of a slot's tables that is held.
+        end: int32 `[slots]`: the end of those held.
+    """
+
+    def __init__(self, needs: BlockNeeds, capacity: int, columns: int) -> None:
+        self.needs, self._columns = needs, columns
+        self.per_block = len(needs.windows) - needs.full
+        self.first = np.zeros((len(needs.kinds), capacity), dtype=np.int32)
+        self.end = np.zeros(capacity, dtype=np.int32)
+
+    def clear(self, slot: int | slice = slice(None)) -> None:
+        """Nothing is held."""
+        self.first[:, slot] = 0
+        self.end[slot] = 0
+
+    def begin(self, slot: int, shared: int, query: int) -> None:
+        """A request begins with `shared` blocks of others; its first query stands at `query`."""
+        self.end[slot] = shared
+        for kind, (window, _, _) in enumerate(self.needs.kinds):
+            self.first[kind, slot] = self.first_needed(window, query) if shared else 0
+
+    def first_needed(self, window: int, query: Any) -> Any:
+        """The first block that a query at this position needs, int or int32 `[slots]`."""
+        return np.maximum(query - window + 1, 0) // self.needs.block_size
+
+    def spans(self, slot: int) -> list[slice]:
+        """Columns of a slot's row of the block table that are held."""
+        end, found = int(self.end[slot]), []
+        for kind, (_, table, count) in enumerate(self.needs.kinds):
+            first = int(self.first[kind, slot])
+            places = (number * self._columns for number in range(table, table + count))
+            found += [slice(place + first, place + end) for place in places]
+        return found
+
+    def pass_by(self, slot: int, queries: int) -> list[slice]:
+        """All queries to come stand at position `queries` or behind: columns of a slot's row whose
+        blocks are of no use any more. They are not held from now on."""
+        found = []
+        for kind, (window, table, count) in enumerate(self.needs.kinds):
+            first = int(self.first[kind, slot])
+            needed = min(int(self.first_needed(window, queries)), int(self.end[slot]))
+            if needed > first:
+                self.first[kind, slot] = needed
+                places = (number * self._columns for number in range(table, table + count))
+                found += [slice(place + first, place + needed) for place in places]
+        return found
+
+    def passed(self, queries: IntArray) -> np.ndarray:
+        """Slots whose tables have blocks that no query behind `queries`, int32 `[slots]`, needs."""
+        found = np.zeros(len(queries), dtype=np.bool_)
+        for kind, (window, _, _) in enumerate(self.needs.kinds):
+            found |= self.first_needed(window, queries) > self.first[kind]
+        return found
+
+    def more(self, slot: int, count: int) -> IntArray:
+        """Columns for `count` further blocks of each table, int64 `[tables * count]`, table by
+        table; they are held from now on."""
+        end = int(self.end[slot])
+        self.end[slot] = end + count
+        tables = np.arange(self.needs.full, len(self.needs.windows)) * self._columns
+        found: IntArray = (tables[:, None] + np.arange(end, end + count)).ravel()
+        return found
