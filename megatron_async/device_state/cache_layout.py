@@ -14,7 +14,7 @@ from dataclasses import dataclass
 MOST_TABLES = 8
 """Block tables of a request: each costs an entry for every block, and some work in each step."""
 FULL_PLACE, TABLE = 4.0, 0.5
-"""Costs of a layout in empty places of window layers. Long sequences have nearly all their blocks in
+"""Costs of a layout in empty places of window layers. Long sequences have nearly all blocks in
 full layers."""
 
 

@@ -35,7 +35,7 @@ class CpuGraph:
         """Run the step again."""
         assert self._cache() is self._captured_on, "the graph's addresses are gone"
         view, controller = self._controller.context.gpu_view, self._controller
-        objects = view, view._attention, controller.sampler, controller.inference_wrapped_model
+        objects = view, *view._attentions, controller.sampler, controller.inference_wrapped_model
         before = [dict(vars(object)) for object in objects]
         self._work()
         if self._left is not None:
