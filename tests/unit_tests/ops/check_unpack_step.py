@@ -33,20 +33,21 @@ class Recorder:
         return lambda *args, **_: self.kernel[grid](*args, overlap=False)
 
 
-def poisoned(dims, blocks):
+def poisoned(dims, blocks, tables):
     sizes = dims.rows + 3, dims.tokens + 5, blocks
-    whole = StepTensors.empty(*sizes, torch.device(where), dims.sample_rows + 2)
+    whole = StepTensors.empty(*sizes, torch.device(where), dims.sample_rows + 2, tables)
     for field in vars(whole).values():
         field.fill_(-5)
     return whole, whole.head(dims)
 
 
-def random_slots(count, blocks, block_size, drafts):
-    slots = DeviceSlots(count, blocks, DUMMY_BLOCK, torch.device(where), drafts)
+def random_slots(count, blocks, block_size, drafts, tables):
+    columns = tables * blocks
+    slots = DeviceSlots(count, columns, DUMMY_BLOCK, torch.device(where), drafts)
     # Drafts that are often right, and sometimes none.
     slots.drafts.copy_(torch.from_numpy(rng.integers(-1, 3, (count + 1, drafts))))
     slots.last_token.copy_(torch.from_numpy(rng.integers(0, 50000, count + 1)))
-    slots.block_table[:-1].copy_(torch.from_numpy(rng.integers(0, 1000, (count, blocks))))
+    slots.block_table[:-1].copy_(torch.from_numpy(rng.integers(0, 1000, (count, columns))))
     # What earlier owners left.
     slots.records[:-1].copy_(torch.from_numpy(rng.integers(0, 256, (count, RECORD_WORDS))))
     slots.records[:-1, Header.DRAFTS] = torch.from_numpy(rng.integers(0, 5, count)).int().to(where)
@@ -58,8 +59,9 @@ def random_slots(count, blocks, block_size, drafts):
     return slots
 
 
-def copy_of(slots, count, blocks):
-    copy = DeviceSlots(count, blocks, DUMMY_BLOCK, torch.device(where), slots.drafts.size(1))
+def copy_of(slots, count):
+    columns, drafts = slots.block_table.size(1), slots.drafts.size(1)
+    copy = DeviceSlots(count, columns, DUMMY_BLOCK, torch.device(where), drafts)
     for name, tensor in vars(slots).items():
         getattr(copy, name).copy_(tensor)
     return copy
@@ -73,7 +75,7 @@ def random_record():
     return pack_record(numbers | {Header.FEATURES: int(rng.integers(256))}, edits, bad_words)
 
 
-def fill(words, dims, present, count, blocks, block_size, query_lengths, updates):
+def fill(words, dims, present, count, blocks, block_size, query_lengths, updates, tables):
     """A step's bookkeeping as the host packs it: dummy rows and padding at the ends."""
     layout = BookkeepingLayout.for_batch(dims, updates)
     fields = layout.views(words)
@@ -105,10 +107,11 @@ def fill(words, dims, present, count, blocks, block_size, query_lengths, updates
     fields["row_slots"][:] = slots
     fields["decode_width"][0] = rng.integers(1, dims.width + 1)
     own = np.unique(slots[slots < count])  # updates are for rows of the step
-    pairs = rng.permutation(len(own) * blocks)[:updates]
+    columns = tables * blocks
+    pairs = rng.permutation(len(own) * columns)[:updates]
     fields["num_block_updates"][0] = updates
-    fields["block_update_slots"][:] = own[pairs // blocks]
-    fields["block_update_indices"][:] = pairs % blocks
+    fields["block_update_slots"][:] = own[pairs // columns]
+    fields["block_update_indices"][:] = pairs % columns
     fields["block_update_blocks"][:] = rng.integers(0, 1000, updates)
 
 
@@ -131,18 +134,18 @@ def check_kept(kept, truth_kept, truth, keeps):
     assert (kept[untouched] == -5).all()
 
 
-def check_on_host(arguments, slots, block_size, told, keeps):
+def check_on_host(arguments, slots, block_size, told, keeps, tables):
     """What a CPU does, by compiled loops or not, against plain torch, samples included."""
     words, next_entry, dims = arguments
-    count, blocks = len(slots.block_table) - 1, slots.block_table.size(1)
+    count, blocks = len(slots.block_table) - 1, slots.block_table.size(1) // tables
     sampled = torch.from_numpy(rng.integers(-1, 3, dims.sample_rows))
     results = []
     for unpack, feed_back in (
         (unpack_step_reference, feed_back_ops.feed_back_reference),
         (unpack_step_on_host, feed_back_on_host),
     ):
-        its_slots = copy_of(slots, count, blocks)
-        whole, step = poisoned(dims, blocks)
+        its_slots = copy_of(slots, count)
+        whole, step = poisoned(dims, blocks, tables)
         kept = torch.full((DUMMY_BLOCK + 1, block_size), -5, dtype=torch.int32)
         unpack(*arguments, its_slots, block_size, step, told, kept if keeps else None)
         ring = torch.full((RING, dims.rows + 2, ring_words(1 + its_slots.drafts.size(1))), -5).int()
@@ -215,18 +218,19 @@ for (decode, query_lengths, dummies, padding, count, blocks, block_size), share 
         is_packed=packed,
     )
     packed_runs += packed and present < decode
+    tables = int(rng.choice([1, 1, 2, 3]))
     updates = round(share * min(700, (present + len(query_lengths)) * blocks))
     size = BookkeepingLayout.for_batch(dims, updates).size + len(query_lengths) * RECORD_WORDS
     words = np.full((RING, size + 7), -1, np.int32)
     entry = int(rng.integers(RING))
     query = np.array(query_lengths, dtype=np.int64)
-    fill(words[entry], dims, present, count, blocks, block_size, query, updates)
+    fill(words[entry], dims, present, count, blocks, block_size, query, updates, tables)
     device_words = torch.from_numpy(words).to(where)
     next_entry = torch.tensor([entry], dtype=torch.int32, device=where)
-    slots = random_slots(count, blocks, block_size, width - 1 + int(rng.integers(3)))
-    truth_slots = copy_of(slots, count, blocks)
-    whole, found = poisoned(dims, blocks)
-    truth_whole, truth = poisoned(dims, blocks)
+    slots = random_slots(count, blocks, block_size, width - 1 + int(rng.integers(3)), tables)
+    truth_slots = copy_of(slots, count)
+    whole, found = poisoned(dims, blocks, tables)
+    truth_whole, truth = poisoned(dims, blocks, tables)
     arguments = (device_words, next_entry, dims)
     told = None
     if rng.random() < 0.3:  # as on a later pipeline stage
@@ -240,7 +244,7 @@ for (decode, query_lengths, dummies, padding, count, blocks, block_size), share 
         *arguments, truth_slots, block_size, truth, told, truth_kept if keeps else None
     )
     if where == "cpu":
-        check_on_host(arguments, slots, block_size, told, keeps)
+        check_on_host(arguments, slots, block_size, told, keeps, tables)
     ops.unpack_step_kernels(*arguments, slots, block_size, found, told, kept if keeps else None)
     check_kept(kept, truth_kept, truth, keeps)
     for name in vars(truth_whole):
