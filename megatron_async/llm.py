@@ -27,6 +27,7 @@ from megatron_async.checkpoints.source import ModelSource, cache_dtype, parse_dt
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.job import FINISH_TIMEOUT_S
 from megatron_async.config import MOST_LOOKAHEAD, InferenceConfig
+from megatron_async.device_state.cache_layout import default_block_size
 from megatron_async.device_state.pools import move_weights
 from megatron_async.devices import make_device, makes_ordinary_tensors, resolve_device_name
 from megatron_async.engine.dynamic_engine import DynamicInferenceEngine, Prompt
@@ -511,6 +512,8 @@ def _make_config(
     checked = InferenceConfig(**{n: value for n, value in values.items() if value is not None})
     cache = cache_dtype(checked.kv_cache_dtype, source)
     values = {**values, "kv_cache_dtype": cache}
+    if values.get("block_size_tokens") is None:
+        values = {**values, "block_size_tokens": default_block_size(architecture.attention_windows)}
     if asked is None:
         settings = {**values, "device": device}
         itemsize = 1 if cache == "fp8" else dtype.itemsize

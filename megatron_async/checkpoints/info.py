@@ -16,6 +16,11 @@ from megatron_async.checkpoints.quantised_model import Kept
 from megatron_async.checkpoints.registry import open_model
 from megatron_async.checkpoints.source import ModelSource, cache_dtype, parse_dtype
 from megatron_async.config import InferenceConfig
+from megatron_async.device_state.cache_layout import (
+    BlockNeeds,
+    cache_layout,
+    default_block_size,
+)
 from megatron_async.devices import make_device, resolve_device_name
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.models.architecture import (
@@ -55,13 +60,14 @@ class ModelInfo:
     parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
-    """0 for a model without attention."""
+    """Over all layers; 0 for a model without attention."""
     state_bytes_per_request: int
     """Bytes of recurrent layers for a request of any length: the states, and the inputs that are
     not in the states yet. With the engine's default settings."""
     block_size_tokens: int
     kv_bytes_per_block: int
-    """With the token ids beside the keys, for prefix caching."""
+    """With the token ids beside the keys, for prefix caching. In a model with windows a block is of
+    some layers."""
     free_bytes: int
     """Memory before the weights are loaded: what is free on the device, or what was asked about."""
     kv_blocks: int
@@ -83,6 +89,9 @@ class ModelInfo:
     keeps_blocks: bool = False
     """Whether `weight_bytes` are a GGUF file's blocks, as an engine has them by default."""
 
+    window_kv_bytes_per_token: int = 0
+    """Part of `kv_bytes_per_token` in layers with a window, which keep the window's last tokens."""
+
     quantised: QuantisedFolder | None = None
     """What is quantised in the files; None: nothing, or the format has its own words."""
 
@@ -97,15 +106,20 @@ class ModelInfo:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the largest KV pool holds."""
-        return self.kv_blocks * self.block_size_tokens
+        """Tokens that the largest KV pool holds of one sequence, where layers have windows no more
+        than the model's positions."""
+        a, size = self.architecture, self.block_size_tokens
+        if not any(a.attention_windows):
+            return self.kv_blocks * size
+        needs = BlockNeeds(cache_layout([a.attention_windows]).windows, size)
+        return needs.longest(self.kv_blocks, -(-a.max_position_embeddings // size)) * size
 
 
 def model_info(
     source: str | Path | ModelSource,
     device: str | None = "cpu",
     dtype: str | torch.dtype | None = None,
-    block_size_tokens: int = 256,
+    block_size_tokens: int | None = None,
     memory_gb: float | None = None,
     kv_cache_dtype: str = "auto",
     quantization: str | None = None,
@@ -116,7 +130,7 @@ def model_info(
         source: what `open_model` takes, or what it gave.
         device: "cpu", "cuda" or "cuda:N"; None: a GPU where there is one.
         dtype: of the weights; None: float32 on the CPU, bfloat16 on a GPU.
-        block_size_tokens: tokens in a KV block.
+        block_size_tokens: tokens in a KV block; None: as an engine's default.
         memory_gb: plan for a device with so many GiB free (it need not be here); None: ask the
             device.
         kv_cache_dtype: "fp8", "model" (as the weights) or "auto" (what the model's files say).
@@ -126,7 +140,7 @@ def model_info(
         CheckpointError: see `open_model`; a size that is not positive.
         ConfigurationError: a device that is unknown or not there.
     """
-    if block_size_tokens < 1:
+    if block_size_tokens is not None and block_size_tokens < 1:
         raise CheckpointError(f"block_size_tokens = {block_size_tokens} must be at least 1")
     if memory_gb is not None and not memory_gb > 0:
         raise CheckpointError(f"memory_gb = {memory_gb} must be a positive number")
@@ -147,7 +161,11 @@ def model_info(
     cache = cache_dtype(asked, source)
     itemsize = 1 if cache == "fp8" else resolved.itemsize
     per_token = architecture.kv_bytes_per_token(itemsize)
-    per_block = (per_token + TOKEN_ID_BYTES) * block_size_tokens if per_token else 0
+    windows = architecture.attention_windows
+    block_size_tokens = block_size_tokens or default_block_size(windows)
+    layers = cache_layout([windows]).layers
+    of_layers = per_token // max(len(windows), 1) * layers
+    per_block = (of_layers + TOKEN_ID_BYTES) * block_size_tokens if per_token else 0
     state = _state_bytes(architecture, resolved)
     # One block and one state more are allocated: for rows without a request.
     left = free - total
@@ -175,6 +193,7 @@ def model_info(
         state_requests=requests,
         kv_cache_dtype=cache,
         keeps_blocks=keeps_blocks,
+        window_kv_bytes_per_token=architecture.window_kv_bytes_per_token(itemsize),
         quantised=source.quantised,
     )
 
@@ -199,6 +218,8 @@ def format_info(info: ModelInfo) -> str:
     pool = "does not fit: use a smaller dtype, a smaller model or more memory"
     if info.fits and info.kv_bytes_per_token:
         pool = f"{info.kv_blocks:,} blocks = {info.kv_tokens:,} tokens"
+        if info.window_kv_bytes_per_token:
+            pool = f"{info.kv_blocks:,} blocks, for {info.kv_tokens:,} tokens of one request"
     elif info.fits:
         pool = "none: no layer has attention"
     rows = {
@@ -215,7 +236,7 @@ def format_info(info: ModelInfo) -> str:
         + (f", of which a token meets {a.num_active_parameters:,}" if a.num_moe_experts else ""),
         **_quantised_rows(info.quantised),
         _weights_row(info): _size(info.weight_bytes),
-        _cache_row(info): f"{_size(info.kv_bytes_per_token)} a token, "
+        _cache_row(info): f"{_size(info.kv_bytes_per_token)} a token{_window_part(a, info)}, "
         f"{_size(info.kv_bytes_per_block)} a block of {info.block_size_tokens}",
         **_mtp_rows(a, info),
         f"memory, {info.device}": f"{_size(info.free_bytes)} free",
@@ -232,6 +253,13 @@ def format_info(info: ModelInfo) -> str:
 
 def _cache_row(info: ModelInfo) -> str:
     return "KV cache, fp8" if info.kv_cache_dtype == "fp8" else "KV cache"
+
+
+def _window_part(a: ModelArchitecture, info: ModelInfo) -> str:
+    if not info.window_kv_bytes_per_token:
+        return ""
+    part, layers = _size(info.window_kv_bytes_per_token), sum(map(bool, a.attention_windows))
+    return f" ({part} of it in {layers} layers that keep the last {a.sliding_window:,})"
 
 
 def _weights_row(info: ModelInfo) -> str:

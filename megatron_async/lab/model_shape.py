@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_async.checkpoints.source import parse_dtype
 from megatron_async.models.architecture import ATTENTION, DELTA, MAMBA, ModelArchitecture
+from megatron_async.models.partition import layer_windows
 from megatron_async.models.sizes import SIZES_OF
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ class ModelShape:
     mtp_pattern: str = ""
     mtp_num_depths: int = 0
     """Depths of multi-token prediction that were built, each with KV layers of its own."""
+    windows: list[list[int]] = field(default_factory=list)
+    """Keys that a token sees in each KV layer of each pipeline stage, 0 for all, the stage with
+    most layers first; empty: all see all."""
 
     @property
     def hybrid_layer_pattern(self) -> str:
@@ -78,6 +82,7 @@ class ModelShape:
             dtype=dtype,
             vocab_size=architecture.vocab_size,
             hidden_size=architecture.hidden_size,
+            windows=_windows([list(architecture.attention_windows)]),
             **_recurrent_fields(architecture, architecture.pattern),
         )
 
@@ -100,12 +105,17 @@ class ModelShape:
             hidden_size=model.hidden_size,
             mtp_pattern=getattr(model, "mtp_pattern", ""),
             mtp_num_depths=getattr(model, "mtp_num_depths", 0),
+            windows=_windows(layer_windows(model)),
             **_recurrent_fields(model, pattern),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready mapping."""
         return asdict(self)
+
+
+def _windows(stages: list[list[int]]) -> list[list[int]]:
+    return sorted(stages, key=len, reverse=True) if any(map(any, stages)) else []
 
 
 def _recurrent_fields(model: Any, pattern: str) -> dict[str, Any]:

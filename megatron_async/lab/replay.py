@@ -276,7 +276,7 @@ def _slot_line(slots: RequestSlots, slot: int) -> str:
         slots.at_most(slot),
         slots.max_length[slot],
     )
-    table = slots.block_table[slot, : slots.num_blocks[slot]]
+    table = slots.blocks_of(slot)
     return "".join(f"{cell!s:>{WIDTH}}" for cell in cells) + "  " + " ".join(map(str, table))
 
 

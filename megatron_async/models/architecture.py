@@ -367,6 +367,11 @@ class ModelArchitecture:
         has one."""
         return self.count(ATTENTION) * self._kv_bytes_per_layer(bytes_per_element)
 
+    def window_kv_bytes_per_token(self, bytes_per_element: int) -> int:
+        """Those of them in layers with a window, which hold no more than the last tokens."""
+        layers = sum(window > 0 for window in self.attention_windows)
+        return layers * self._kv_bytes_per_layer(bytes_per_element)
+
     def mtp_kv_bytes_per_token(self, bytes_per_element: int) -> int:
         """Bytes of KV cache that one token takes over the layers of MTP, where MTP is built."""
         layers = self.mtp_num_depths * self.mtp_pattern.count(ATTENTION)

@@ -112,7 +112,10 @@ def layer_windows(model: Any) -> list[list[int]]:
     Raises:
         ConfigurationError: `window_attn_skip_freq` lists fewer layers than there are.
     """
-    window, skips = model.window_size, model.window_attn_skip_freq
+    if windows := getattr(model, "windows", None):
+        return list(windows)  # a shape's
+    window = getattr(model, "window_size", None)
+    skips = getattr(model, "window_attn_skip_freq", None)
     # Megatron counts the keys before a token's own.
     keys = 0 if window is None or window[0] < 0 else window[0] + 1
     layers = model.num_layers

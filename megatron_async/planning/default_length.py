@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_async.config import InferenceConfig
+from megatron_async.device_state.cache_layout import BlockNeeds, cache_layout
 from megatron_async.device_state.kv_cache import DEFAULT_CPU_POOL_GB, GIB
 from megatron_async.models.architecture import ModelArchitecture
 
@@ -30,14 +31,17 @@ def default_max_sequence_length(
         on a GPU at most `LONGEST_ON_GPU`.
     """
     block = settings.get("block_size_tokens") or InferenceConfig.block_size_tokens
-    of_token = architecture.kv_bytes_per_token(itemsize)
+    windows = architecture.attention_windows
+    layout, columns = cache_layout([windows]), -(-context // block)
+    needs = BlockNeeds(layout.windows, block)
+    of_token = architecture.kv_bytes_per_token(itemsize) // max(len(windows), 1) * layout.layers
     longest = context
     if isinstance(blocks := settings.get("num_kv_blocks"), int):
-        longest = blocks * block
+        longest = needs.longest(blocks, columns) * block
     elif of_token and settings["device"] == "cpu":
         pool = settings.get("buffer_size_gb") or DEFAULT_CPU_POOL_GB
         # A block of the pool is the dummy block.
-        longest = (int(pool * GIB) // (of_token * block) - 1) * block
+        longest = needs.longest(int(pool * GIB) // (of_token * block) - 1, columns) * block
     elif settings["device"] != "cpu":
         longest = LONGEST_ON_GPU
     return min(context, max(longest, InferenceConfig.max_sequence_length))

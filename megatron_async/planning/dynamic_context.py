@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_async.choices import Choices
 from megatron_async.config import InferenceConfig
+from megatron_async.device_state.cache_layout import block_needs
 from megatron_async.device_state.device_memory import make_gpu_view, max_paused_blocks, share_states
 from megatron_async.devices import Device, make_device, makes_ordinary_tensors
 from megatron_async.models.partition import is_recurrent
@@ -35,7 +36,6 @@ from megatron_async.planning.scheduler import Scheduler
 from megatron_async.planning.state_rows import StateRows
 from megatron_async.planning.step_output import StepOutput, book_samples
 from megatron_async.planning.step_plan import IntArray, StepPlan, StepShape
-from megatron_async.planning.window_tables import block_needs
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
 from megatron_async.requests.routing_record import RoutingRecord
 

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_async.device_state.cache_layout import BlockNeeds
 from megatron_async.ops.sampling.slot_records import Header
 from megatron_async.planning.step_plan import IntArray
-from megatron_async.planning.window_tables import BlockNeeds, WindowTables
+from megatron_async.planning.window_tables import WindowTables
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
 

@@ -9,64 +9,12 @@ those of a chunk.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from megatron_async.config import InferenceConfig
+from megatron_async.device_state.cache_layout import BlockNeeds
 from megatron_async.planning.step_plan import IntArray
-
-
-class BlockNeeds:
-    """How many blocks a sequence needs, over all its tables.
-
-    Args:
-        windows: of each block table, those of full layers (0) first.
-        block_size: tokens of a block.
-        ahead: most tokens that a request's blocks reach beyond the first query to come.
-
-    Attributes:
-        windows, block_size: as given.
-        full: tables of full layers.
-        kinds: each window, its first table, and the tables that have it.
-    """
-
-    def __init__(self, windows: Sequence[int], block_size: int, ahead: int = 1) -> None:
-        self.windows, self.block_size, self._ahead = tuple(windows), block_size, ahead
-        self.full = self.windows.count(0)
-        self.kinds = [
-            (each, self.windows.index(each), self.windows.count(each))
-            for each in sorted({*self.windows} - {0})
-        ]
-
-    def span(self, window: int, tokens: int) -> int:
-        """Blocks of a table that a request holds at most while `tokens` are written at once."""
-        return (window + tokens - 2) // self.block_size + 2
-
-    def of_windows(self, count: int, tokens: int | None = None) -> int:
-        """Blocks for `count` blocks of a sequence in the tables of windows, at any one time, while
-        `tokens` are written at once; None: as few as there can be."""
-        tokens = self._ahead if tokens is None else tokens
-        return sum(n * min(count, self.span(window, tokens)) for window, _, n in self.kinds)
-
-    def of(self, count: int) -> int:
-        """Blocks without which a sequence of `count` blocks cannot come to its end."""
-        return self.full * count + self.of_windows(count)
-
-    def longest(self, total: int, most: int) -> int:
-        """How many blocks of a sequence, `most` or fewer, a pool of `total` blocks serves."""
-        return bisect_right(range(1, most + 1), total, key=self.of)
-
-
-def block_needs(windows: Sequence[int], config: InferenceConfig) -> BlockNeeds:
-    """The needs of an engine's requests."""
-    # Under the policy "rollback" the first query to come is that behind the last known token.
-    ahead = config.steps_in_flight * config.decode_width + config.draft_places
-    if not config.enable_chunked_prefill:
-        ahead = max(ahead, config.max_tokens)
-    return BlockNeeds(windows, config.block_size_tokens, ahead)
 
 
 class WindowTables:

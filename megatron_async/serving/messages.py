@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from megatron_async import errors
+from megatron_async.device_state.cache_layout import MOST_TABLES
 
 TOKEN_BYTES = 4
 """Bytes of a token id."""
@@ -290,6 +291,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
         name: unique among the replicas.
         instance: different for each process, to recognise a replica that connects again.
         model: all settings that must be equal for replicas to give the same tokens, by name.
+        windows: of the block tables of its requests: the keys that a token sees, 0 for all.
         shares_experts: whether other replicas of its job need its experts.
         sharers: replicas of its job that share experts, this one too; 1: it shares none.
         ranks: processes of this replica.
@@ -301,6 +303,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     slots: Difference
     kv_blocks: Difference
     block_size_tokens: Difference
+    windows: Annotated[list[Tokens], msgspec.Meta(min_length=1, max_length=MOST_TABLES)] = [0]
     shares_experts: bool = False
     card: str = ""
     sharers: Tokens = 1

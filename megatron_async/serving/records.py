@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from megatron_async.device_state.cache_layout import BlockNeeds
 from megatron_async.errors import ConfigurationError
 from megatron_async.serving.messages import Generate, ReplicaInfo, ReplicaStatus, Run, Weights
 from megatron_async.serving.routing import (
@@ -239,6 +240,7 @@ class ReplicaRecord:
         self.weights, self.is_stale = Weights(), False
         self.groups: set[str] = set()
         self.prefix = PrefixTable(info.kv_blocks)
+        self._needs = BlockNeeds(info.windows, max(info.block_size_tokens, 1))
         self._runs = 0
         self._unseen: deque[UnseenRun] = deque()
         # Sums over them: the policy asks for each request, and in a burst there are many.
@@ -275,7 +277,7 @@ class ReplicaRecord:
 
     def blocks_of(self, request: RoutedRequest) -> int:
         """KV blocks that a request may take here."""
-        return -(-request.tokens // self.info.block_size_tokens)
+        return self._needs.of(-(-request.tokens // self.info.block_size_tokens))
 
     def hashes_of(self, request: RoutedRequest) -> list[bytes]:
         """Hashes of the blocks that its prompt begins with."""

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.device_state.cache_layout import cache_layout
+from megatron_async.device_state.cache_layout import BlockNeeds, cache_layout
 from megatron_async.errors import ConfigurationError, PoolTooSmall
-from megatron_async.planning.window_tables import BlockNeeds
 from tests.support.harness import (
     TINY,
     Job,
