@@ -513,7 +513,8 @@ def _make_config(
     cache = cache_dtype(checked.kv_cache_dtype, source)
     values = {**values, "kv_cache_dtype": cache}
     if values.get("block_size_tokens") is None:
-        values = {**values, "block_size_tokens": default_block_size(architecture.attention_windows)}
+        size = default_block_size(architecture.attention_windows, checked.block_size_tokens)
+        values = {**values, "block_size_tokens": size}
     if asked is None:
         settings = {**values, "device": device}
         itemsize = 1 if cache == "fp8" else dtype.itemsize

@@ -12,9 +12,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from megatron_async.config import InferenceConfig
 
 MOST_TABLES = 8
 """Block tables of a request: each costs an entry for every block, and some work in each step."""
@@ -56,8 +59,8 @@ def cache_layout(stages: Sequence[Sequence[int]], index: int = 0) -> CacheLayout
     kinds = sorted(set(of_model)) or [0]
     if len(kinds) > MOST_TABLES:
         raise ConfigurationError(
-            f"layers see {len(kinds)} different numbers of keys, {kinds}: at most {MOST_TABLES} are "
-            "served."
+            f"layers see {len(kinds)} different numbers of keys, {kinds}: at most {MOST_TABLES} "
+            "are served."
         )
     counts = [max(of_model.count(kind), 1) for kind in kinds]
     sizes = range(max(counts), 0, -1)
@@ -76,11 +79,10 @@ def cache_layout(stages: Sequence[Sequence[int]], index: int = 0) -> CacheLayout
     return CacheLayout(tuple(windows), tuple(places), layers)
 
 
-def default_block_size(windows: Sequence[int]) -> int:
-    """Tokens of a block, where nobody says: fewer with short windows, of which the first and last
-    block are in use in part."""
+def default_block_size(windows: Sequence[int], usual: int) -> int:
+    """Tokens of a block, where nobody says: `usual`, or fewer with a short window, whose first and
+    last block are in use in part."""
     shortest = min((window for window in windows if window), default=SHORT_WINDOW)
-    usual = InferenceConfig.block_size_tokens
     return usual if shortest >= SHORT_WINDOW else min(usual, BLOCK_OF_SHORT_WINDOWS)
 
 

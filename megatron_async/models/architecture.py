@@ -368,7 +368,7 @@ class ModelArchitecture:
         return self.count(ATTENTION) * self._kv_bytes_per_layer(bytes_per_element)
 
     def window_kv_bytes_per_token(self, bytes_per_element: int) -> int:
-        """Those of them in layers with a window, which hold no more than the last tokens."""
+        """Bytes of them in layers with a window, which hold no more than the last tokens."""
         layers = sum(window > 0 for window in self.attention_windows)
         return layers * self._kv_bytes_per_layer(bytes_per_element)
 

@@ -303,7 +303,9 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     slots: Difference
     kv_blocks: Difference
     block_size_tokens: Difference
-    windows: Annotated[list[Tokens], msgspec.Meta(min_length=1, max_length=MOST_TABLES)] = [0]
+    windows: Annotated[tuple[Tokens, ...], msgspec.Meta(min_length=1, max_length=MOST_TABLES)] = (
+        0,
+    )
     shares_experts: bool = False
     card: str = ""
     sharers: Tokens = 1

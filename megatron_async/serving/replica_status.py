@@ -81,7 +81,7 @@ def describe(
         slots=engine.context.max_requests,
         kv_blocks=engine.context.blocks.total,
         block_size_tokens=config.block_size_tokens,
-        windows=list(engine.context.slots.needs.windows),
+        windows=engine.context.slots.needs.windows,
         shares_experts=shares_experts,
         card=card,
     )
