@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from megatron_async.models.parallel_state import ParallelSizes
 
 GIB = 1024**3
-BLOCK_SIZE_TOKENS = 256
-"""Default of `InferenceConfig`, whose import takes a second."""
 TOKEN_ID_BYTES = 4
 """Bytes of a token id beside the keys, which the prefix cache reads
 (`PagedKVCache.block_tokens`)."""
@@ -164,7 +162,9 @@ def model_info(
     itemsize = 1 if cache == "fp8" else resolved.itemsize
     per_token = architecture.kv_bytes_per_token(itemsize)
     windows = architecture.attention_windows
-    block_size_tokens = block_size_tokens or default_block_size(windows, BLOCK_SIZE_TOKENS)
+    block_size_tokens = block_size_tokens or default_block_size(
+        windows, InferenceConfig.block_size_tokens
+    )
     layers = cache_layout([windows]).layers
     of_layers = per_token // max(len(windows), 1) * layers
     per_block = (of_layers + TOKEN_ID_BYTES) * block_size_tokens if per_token else 0
