@@ -11,8 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from megatron_async.checkpoints import load_model, open_model
 from megatron_async.checkpoints.huggingface import save_huggingface
+from megatron_async.checkpoints.quantised_model import Kept
 from megatron_async.checkpoints.torch_dist import save_torch_dist
 from megatron_async.checkpoints.weight import Shard
+from megatron_async.devices import CudaDevice
+from megatron_async.models.hybrid import build_model
+from megatron_async.ops.linear.quantised_weight import QuantisedWeight
 from megatron_async.ops.linear.stored_formats import E2M1
 from tests.support.harness import CPU, greedy, make_engine, random_prompts
 
@@ -160,3 +164,48 @@ def test_each_rank_reads_its_share(form: str, saved: Callable[[str], tuple[Path,
                 full = whole.get_parameter(weight.name.removeprefix(prefix))
                 halves = [half.chunk(2, 1)[rank] for half in full.chunk(2, 1)]
                 assert torch.equal(place, torch.cat(halves, 1))
+
+
+def kept_model(folder: Path, device: torch.device) -> torch.nn.Module:
+    """A model in bfloat16 whose experts are as in the files."""
+    source = open_model(folder)
+    kept = Kept.on("cuda", {}, source, capability=(9, 0))
+    model = build_model(source.architecture, torch.bfloat16, device, layouts=kept.of_model)
+    source.load_weights(model)
+    return model
+
+
+def test_experts_that_are_kept_as_in_the_files(saved: Callable[[str], tuple[Path, Any]]) -> None:
+    folder, _ = saved("mxfp4")
+    kept = kept_model(folder, CPU)
+    decoded = load_model(folder, torch.bfloat16, CPU).model
+    for kept_layer, layer in zip(kept.decoder.layers[1::2], decoded.decoder.layers[1::2]):
+        for name in ("linear_fc1", "linear_fc2"):
+            operand = kept_layer.mlp.experts.get_submodule(name).operand
+            assert isinstance(operand, QuantisedWeight)
+            assert torch.equal(operand.values(), layer.mlp.experts.get_submodule(name).weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("form", "dtype"), [("float", torch.float32), ("mxfp4", torch.bfloat16)])
+def test_on_a_gpu(form: str, dtype: torch.dtype, saved: Callable[[str], tuple[Path, Any]]) -> None:
+    """Tokens of float32, and near log probs by experts in their 4 bits."""
+    folder, model = saved(form)
+    cuda = torch.device("cuda")
+    is_whole = dtype == torch.float32
+    ours = load_model(folder, dtype, cuda).model if is_whole else kept_model(folder, cuda)
+    prompts = random_prompts(5, LENGTHS, 96)
+    params = greedy(TOKENS, return_log_probs=True, skip_prompt_log_probs=False)
+    engine = make_engine(
+        ours, device=CudaDevice(), lookahead=1, max_requests=8, max_sequence_length=128
+    )
+    for request, prompt in zip(engine.generate(prompts, params), prompts, strict=True):
+        assert request.error is None
+        tokens = [*prompt, *request.generated_tokens]
+        with torch.no_grad():
+            found = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        expected = found.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        log_probs = torch.tensor([*request.prompt_log_probs, *request.generated_log_probs])
+        error = (log_probs - expected).abs()
+        print(form, len(prompt), "largest error", error.max().item(), "mean", error.mean().item())
+        assert error.mean() < (1e-3 if is_whole else 0.25)
