@@ -44,6 +44,10 @@ def test_numbers_are_clamped_and_rounded_to_even() -> None:
     torch.testing.assert_close(keys.float(), torch.tensor(expected), equal_nan=True)
     assert narrowed(x, scales, VALUES)[:, 0].float().tolist() == [2.5, 10.0]
     assert widened(keys, scales, KEYS, torch.float32)[:, 0].tolist() == [10.0, 10.0]
+    every = torch.arange(256, dtype=torch.uint8).view(NARROW).view(64, 2, 2)
+    wanted = every.float() * torch.tensor([[4.0], [1.0]])
+    found = widened(every, scales, VALUES, torch.float32)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def narrow_arguments(tokens, kv_heads, group, dim, dtype, device, norm=False):
