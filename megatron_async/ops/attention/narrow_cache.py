@@ -22,7 +22,7 @@ KEYS, VALUES, INVERSE = 0, 1, 2
 
 
 _NUMBERS = torch.arange(256, dtype=torch.uint8, device="cpu").view(NARROW).to(torch.float32)
-"""Those of all bytes."""
+"""Numbers of all bytes."""
 
 
 def scales_of(keys: Tensor, values: Tensor) -> Tensor:
