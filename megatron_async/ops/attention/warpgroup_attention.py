@@ -101,9 +101,11 @@ def warpgroup_prefill_attention(
     is_settled: bool = False,
     part: int = 0,
     scales: Tensor | None = None,
+    sinks: Tensor | None = None,
+    window: int = 0,
 ) -> None:
     """`paged_prefill_attention` of bfloat16 or float16; the tile's keys divide the block size, and
-    with a `part` the schedule divides no keys."""
+    with a `part` or a window the schedule divides no keys."""
     name = "warpgroup_prefill_attention"
     check_rows(name, query, key_cache, value_cache, block_tables, schedule, tile.queries, out)
     check_dtypes(name, query.dtype, key_cache, value_cache, scales)
@@ -121,6 +123,11 @@ def warpgroup_prefill_attention(
             f"{key_cache.dtype}: make it by warpgroup_tile_of(..., is_narrow=...)."
         )
     parts = schedule.parts
+    if window and parts is not None:
+        raise ValueError(
+            f"{name}: keys are divided, which window={window} does not allow; make the schedule "
+            "with processors=0."
+        )
     if part and (parts is not None or part % tile.keys or tile.keys != decode_tile(dim)):
         raise ValueError(
             f"{name}: parts of {part} keys want a schedule of processors=0, and whole tiles of "
@@ -152,6 +159,7 @@ def warpgroup_prefill_attention(
         schedule.units,
         scale * LOG2_E.value,
         scales,
+        sinks,
         out,
         *(parts or nothing),
         schedule.slots,
@@ -166,6 +174,7 @@ def warpgroup_prefill_attention(
         registers=tile.registers,
         in_turns=tile.in_turns,
         part=part,
+        window=window,
         is_settled=is_settled,
         num_warps=4,
         **launch_options(query),

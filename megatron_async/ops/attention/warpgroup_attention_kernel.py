@@ -29,7 +29,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from megatron_async.ops.attention.narrow_tile import WEIGHT_BITS
 from megatron_async.ops.attention.prefill_schedule import GROUP_QUERIES, UNIT
-from megatron_async.ops.attention.warpgroup_join import join_parts_of_queries
+from megatron_async.ops.attention.warpgroup_join import (
+    add_sink,
+    join_parts_of_queries,
+    load_sinks,
+)
 from megatron_async.ops.attention.warpgroup_parts import attend_parts
 from megatron_async.ops.attention.warpgroup_tiles import (
     IN_SHARED_MEMORY,
@@ -37,10 +41,12 @@ from megatron_async.ops.attention.warpgroup_tiles import (
     as_factor,
     bring_queries,
     clear_behind,
+    first_whole_tile,
     in_memory,
     of_product,
     of_words,
     places,
+    seen,
     store_output,
     store_widened,
 )
@@ -64,6 +70,20 @@ def _bring(
 
 
 @gluon.jit
+def _tile_of(
+    i: gl.tensor,
+    end: gl.tensor,
+    tiles: gl.tensor,
+    in_order: gl.constexpr,
+    has_window: gl.constexpr,
+) -> gl.tensor:
+    """The `i`th of the `tiles` tiles before `end`. Without a window the first one in order is 0."""
+    if in_order and not has_window:
+        return i
+    return end - tiles + i if in_order else end - 1 - i
+
+
+@gluon.jit
 def load_tiles(
     key_chunks: tma.tensor_descriptor,
     value_chunks: tma.tensor_descriptor,
@@ -74,14 +94,15 @@ def load_tiles(
     shared: gl.tuple,
     block_size: gl.constexpr,
     in_order: gl.constexpr,
+    has_window: gl.constexpr,
 ) -> None:
-    """Bring `tiles` tiles of keys and values, from the first one on if `in_order`, else from the
-    one before `end` on backwards, when their places are free."""
+    """Bring the `tiles` tiles of keys and values before tile `end`, in order or backwards, when
+    their places are free."""
     keys, values, keys_there, values_there, keys_read, values_read, _turns = shared
     stages: gl.constexpr = keys.shape[0]
     key_tile: gl.constexpr = keys.shape[1]
     for i in range(tiles):
-        first = (i if in_order else end - 1 - i) * key_tile
+        first = _tile_of(i, end, tiles, in_order, has_window) * key_tile
         cell = gl.load(table + first // block_size) * block_size + first % block_size
         slot = i % stages
         phase = i // stages % 2
@@ -103,6 +124,7 @@ def widen_tiles(
     narrow: gl.tuple,
     block_size: gl.constexpr,
     in_order: gl.constexpr,
+    has_window: gl.constexpr,
 ) -> None:
     """Bring `tiles` tiles as `load_tiles` does, of a narrow cache: the copy engine brings keys and
     values in words of four numbers, some tiles ahead, and this warpgroup widens them.
@@ -118,7 +140,7 @@ def widen_tiles(
     key_tile: gl.constexpr = keys.shape[1]
     dim: gl.constexpr = keys.shape[2]
     for i in range(gl.minimum(ahead, tiles)):
-        first = (i if in_order else end - 1 - i) * key_tile
+        first = _tile_of(i, end, tiles, in_order, has_window) * key_tile
         cell = gl.load(table + first // block_size) * block_size + first % block_size
         _bring(key_chunks, cell, column, key_words_there.index(i), key_words.index(i))
         _bring(value_chunks, cell, column, value_words_there.index(i), value_words.index(i))
@@ -129,7 +151,7 @@ def widen_tiles(
         its_phase = i // ahead % 2
         # The place of a later tile is asked for before it is needed.
         later = gl.minimum(i + ahead, tiles - 1)
-        first = (later if in_order else end - 1 - later) * key_tile
+        first = _tile_of(later, end, tiles, in_order, has_window) * key_tile
         cell = gl.load(table + first // block_size) * block_size + first % block_size
         is_one = i + ahead < tiles
         mbarrier.wait(key_words_there.index(its), its_phase)
@@ -158,13 +180,14 @@ def _weights(
     scale: gl.tensor,
     masked: gl.constexpr,
     narrow: gl.constexpr,
+    window: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
     """Exponentials of one tile's scores, and what becomes of the maximum, the total and the sums so
     far. `scale`: of each query."""
     key_tile: gl.constexpr = scores.shape[1]
     if masked:
         key = first + gl.arange(0, key_tile, layout=gl.SliceLayout(0, of_product(key_tile)))
-        scores = gl.where(position[:, None] >= key[None, :], scores, -float("inf"))
+        scores = gl.where(seen(position, key, window), scores, -float("inf"))
     # Maxima are of scores before scaling, so that scaling and subtracting are one instruction.
     new_maximum = gl.maximum(maximum, gl.max(scores, 1))
     subtracted = new_maximum * scale
@@ -198,6 +221,7 @@ def _add_tiles(
     masked: gl.constexpr,
     narrow: gl.constexpr,
     in_turns: gl.constexpr,
+    window: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
     """Tiles `begin` .. `stop` - 1 in the order of `load_tiles`, from `end` on backwards: their
     scores and weights, and the values of the tile before each."""
@@ -232,7 +256,7 @@ def _add_tiles(
         mbarrier.arrive(keys_read.index(slot), count=1)
         first = (end - 1 - i) * key_tile
         weights, maximum, total, shrink = _weights(
-            scores, maximum, total, position, first, scale, masked, narrow
+            scores, maximum, total, position, first, scale, masked, narrow, window
         )
         # These are there already. But ptxas moves nothing over a branch, and would move the
         # weights behind the wait below.
@@ -259,14 +283,18 @@ def attend(
     shared: gl.tuple,
     partial: gl.tuple,
     value_scale: gl.tensor,
+    sinks: gl.tuple,
     divides: gl.constexpr,
     narrow: gl.constexpr,
     kv_heads: gl.constexpr,
     group: gl.constexpr,
     dim: gl.constexpr,
     in_turns: gl.constexpr,
+    window: gl.constexpr,
+    has_sinks: gl.constexpr,
 ) -> None:
-    """One warpgroup's queries over the `tiles` tiles before tile `end`."""
+    """One warpgroup's queries over the `tiles` tiles before tile `end`. `sinks`: a pointer, or
+    nothing."""
     start, tokens, length = chunk
     keys, values, keys_there, values_there, keys_read, _values_read, _turns = shared
     key_tile: gl.constexpr = keys.shape[1]
@@ -294,7 +322,7 @@ def attend(
     total = gl.zeros([count], gl.float32, layout=gl.SliceLayout(1, layout))
     first = (end - 1) * key_tile
     weights, maximum, total, _shrink = _weights(
-        scores, maximum, total, position, first, scale, True, narrow
+        scores, maximum, total, position, first, scale, True, narrow, window
     )
     gathered = gl.zeros([count, dim], gl.float32, layout=sums)
     if length < end * key_tile:
@@ -303,12 +331,27 @@ def attend(
     masked = gl.minimum(end - unmasked, tiles)
     weights, gathered, maximum, total = _add_tiles(
         1, masked, end, queries, shared,
-        weights, gathered, maximum, total, position, scale, number, True, narrow, in_turns,
+        weights, gathered, maximum, total, position, scale, number, True, narrow, in_turns, window,
     )  # fmt: skip
-    weights, gathered, maximum, total = _add_tiles(
-        gl.maximum(masked, 1), tiles, end, queries, shared,
-        weights, gathered, maximum, total, position, scale, number, False, narrow, in_turns,
-    )  # fmt: skip
+    if window > 0:
+        # The last tiles, which are the sequence's first, have keys that some queries do not see.
+        all_count: gl.constexpr = all_queries.shape[0] * count
+        led = first_whole_tile(chunk, first_query, all_count, group, window, key_tile)
+        begun = gl.maximum(masked, 1)
+        inside = gl.maximum(gl.minimum(end - led, tiles), begun)
+        weights, gathered, maximum, total = _add_tiles(
+            begun, inside, end, queries, shared, weights, gathered, maximum, total, position,
+            scale, number, False, narrow, in_turns, window,
+        )  # fmt: skip
+        weights, gathered, maximum, total = _add_tiles(
+            inside, tiles, end, queries, shared, weights, gathered, maximum, total, position,
+            scale, number, True, narrow, in_turns, window,
+        )  # fmt: skip
+    else:
+        weights, gathered, maximum, total = _add_tiles(
+            gl.maximum(masked, 1), tiles, end, queries, shared, weights, gathered, maximum, total,
+            position, scale, number, False, narrow, in_turns, window,
+        )  # fmt: skip
     stages: gl.constexpr = keys.shape[0]
     last = (tiles - 1) % stages
     mbarrier.wait(values_there.index(last), (tiles - 1) // stages % 2)
@@ -323,13 +366,22 @@ def attend(
         _parts = partial[6]
         is_there = _parts == 1
         if is_there:
+            if has_sinks:
+                highest = gl.convert_layout(maximum * scale, gl.SliceLayout(1, sums))
+                sink = load_sinks(sinks[0], own, kv_head, count, group, sums)
+                total = add_sink(total, highest, sink, 1.0)
             gathered = gathered / total[:, None]
         else:
             highest = gl.convert_layout(maximum * scale, gl.SliceLayout(1, sums))
             gathered, is_there = join_parts_of_queries(
-                partial, gathered, highest, total, number, all_queries.shape[0]
-            )
+                partial, gathered, highest, total, number, all_queries.shape[0], sinks, own,
+                kv_head, group, has_sinks,
+            )  # fmt: skip
     else:
+        if has_sinks:
+            highest = gl.convert_layout(maximum * scale, gl.SliceLayout(1, sums))
+            sink = load_sinks(sinks[0], own, kv_head, count, group, sums)
+            total = add_sink(total, highest, sink, 1.0)
         gathered = gathered / total[:, None]
     if is_there:
         place, exists = places(again(own), start, tokens, kv_head, count, kv_heads, group, dim)
@@ -356,6 +408,7 @@ def warpgroup_attention_kernel(
     units: gl.tensor,
     scale: gl.tensor,
     scales: gl.tensor,
+    sinks: gl.tensor,
     out: gl.tensor,
     part_output: gl.tensor,
     part_maximum: gl.tensor,
@@ -373,6 +426,7 @@ def warpgroup_attention_kernel(
     registers: gl.constexpr,
     in_turns: gl.constexpr,
     part: gl.constexpr,
+    window: gl.constexpr,
     is_settled: gl.constexpr,
     overlap: gl.constexpr,
 ) -> None:
@@ -398,7 +452,11 @@ def warpgroup_attention_kernel(
     if overlap and is_settled:
         gdc_wait()
         gdc_launch_dependents()
+    has_sinks: gl.constexpr = sinks is not None
     if row >= 0:
+        if window > 0:
+            # Tiles before the first query's window are skipped.
+            begin = gl.maximum(length - tokens + first_query // group + 1 - window, 0) // key_tile
         tiles = end - begin
         # Keys that every query of the tile sees need no mask.
         unmasked = (length - tokens + first_query // group + 1) // key_tile
@@ -444,6 +502,10 @@ def warpgroup_attention_kernel(
         slot = kv_head * slots + number
         partial = (part_output, part_maximum, part_total, arrived, slot, nth, parts)
         shared = (keys, values, keys_there, values_there, keys_read, values_read, turns)
+        if has_sinks:
+            its_sinks = (sinks,)
+        else:
+            its_sinks = ()
         # A tuple that is assigned has no constants, so these are written where they are used.
         cut: gl.constexpr = part if part > 0 else divides
         loading_warps: gl.constexpr = 4 if narrow else 1
@@ -453,41 +515,41 @@ def warpgroup_attention_kernel(
             gl.warp_specialize([
                 (attend_parts if part > 0 else attend, (
                     0, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
-                    queries, shared, partial, value_scale, cut, narrow, kv_heads, group, dim,
-                    in_turns,
+                    queries, shared, partial, value_scale, its_sinks, cut, narrow, kv_heads, group,
+                    dim, in_turns, window, has_sinks,
                 )),
                 (attend_parts if part > 0 else attend, (
                     1, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
-                    queries, shared, partial, value_scale, cut, narrow, kv_heads, group, dim,
-                    in_turns,
+                    queries, shared, partial, value_scale, its_sinks, cut, narrow, kv_heads, group,
+                    dim, in_turns, window, has_sinks,
                 )),
                 (widen_tiles, (
                     key_chunks, value_chunks, table, end, tiles, kv_head * (dim // 4), shared,
-                    words, block_size, part > 0,
+                    words, block_size, part > 0, window > 0,
                 )) if narrow else (load_tiles, (
                     key_chunks, value_chunks, table, end, tiles, kv_head * dim, shared, block_size,
-                    part > 0,
+                    part > 0, window > 0,
                 )),
             ], [4, loading_warps], [registers, loading_registers])  # fmt: skip
         else:
             gl.warp_specialize([
                 (attend_parts if part > 0 else attend, (
                     0, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
-                    queries, shared, partial, value_scale, cut, narrow, kv_heads, group, dim,
-                    in_turns,
+                    queries, shared, partial, value_scale, its_sinks, cut, narrow, kv_heads, group,
+                    dim, in_turns, window, has_sinks,
                 )),
                 (attend_parts if part > 0 else attend, (
                     1, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
-                    queries, shared, partial, value_scale, cut, narrow, kv_heads, group, dim,
-                    in_turns,
+                    queries, shared, partial, value_scale, its_sinks, cut, narrow, kv_heads, group,
+                    dim, in_turns, window, has_sinks,
                 )),
                 (attend_parts if part > 0 else attend, (
                     2, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
-                    queries, shared, partial, value_scale, cut, narrow, kv_heads, group, dim,
-                    in_turns,
+                    queries, shared, partial, value_scale, its_sinks, cut, narrow, kv_heads, group,
+                    dim, in_turns, window, has_sinks,
                 )),
                 (load_tiles, (
                     key_chunks, value_chunks, table, end, tiles, kv_head * dim, shared, block_size,
-                    part > 0,
+                    part > 0, window > 0,
                 )),
             ], [4, 4, 1], [registers, registers, 24])  # fmt: skip

@@ -11,7 +11,24 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from megatron_async.ops.attention import join_parts
 from megatron_async.ops.attention.warpgroup_tiles import of_product
+
+add_sink = gluon.jit(join_parts.add_sink.fn)
+
+
+@gluon.jit
+def load_sinks(
+    sinks: gl.tensor,
+    own: gl.tensor,
+    kv_head: gl.tensor,
+    count: gl.constexpr,
+    group: gl.constexpr,
+    sums: gl.constexpr,
+) -> gl.tensor:
+    """Sinks of the heads of `count` queries from query `own` of a chunk on."""
+    query = own + gl.arange(0, count, layout=gl.SliceLayout(1, sums))
+    return gl.load(sinks + kv_head * group + query % group)
 
 
 @gluon.jit
@@ -48,6 +65,11 @@ def join_parts_of_queries(
     total: gl.tensor,
     number: gl.constexpr,
     warpgroups: gl.constexpr,
+    sinks: gl.tuple,
+    own: gl.tensor,
+    kv_head: gl.tensor,
+    group: gl.constexpr,
+    has_sinks: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:
     """Store this part's sums; if those of all other parts are stored, also join them. Gives the
     output of the tile's queries, and whether it is there."""
@@ -91,5 +113,8 @@ def join_parts_of_queries(
             total = total * shrink + its_total * weight
             gathered = gathered * shrink[:, None] + its_output * weight[:, None]
             maximum = new_maximum
+        if has_sinks:
+            sink = load_sinks(sinks[0], own, kv_head, count, group, layout)
+            total = add_sink(total, maximum, sink, 1.0)
         gathered = gathered / total[:, None]
     return gathered, is_last

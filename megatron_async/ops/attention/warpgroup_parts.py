@@ -19,14 +19,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from megatron_async.ops.attention import join_parts
 from megatron_async.ops.attention.narrow_tile import WEIGHT_BITS
+from megatron_async.ops.attention.warpgroup_join import add_sink, load_sinks
 from megatron_async.ops.attention.warpgroup_tiles import (
     again,
     as_factor,
     bring_queries,
     clear_behind,
+    first_whole_tile,
     in_memory,
     of_product,
     places,
+    seen,
     store_output,
 )
 
@@ -52,9 +55,11 @@ def _add_tiles(
     narrow: gl.constexpr,
     part: gl.constexpr,
     in_turns: gl.constexpr,
+    begin_tile: gl.tensor,
+    window: gl.constexpr,
 ) -> gl.tuple:
-    """Tiles `begin` .. `stop` - 1: their scores and weights, and the values of the tile before
-    each. A part is joined where the next one begins."""
+    """Tiles `begin` .. `stop` - 1, counted from `begin_tile`: their scores and weights, and the
+    values of the tile before each. A part is joined where the next one begins."""
     keys, values, keys_there, values_there, keys_read, values_read, turns = shared
     weights, maximum, total, gathered, joined_maximum, joined_total, joined = state
     warpgroups: gl.constexpr = turns.shape[0]
@@ -86,10 +91,10 @@ def _add_tiles(
         mbarrier.arrive(keys_read.index(slot), count=1)
         if narrow:
             scores = scores * back[:, None]
-        first = i * key_tile
+        first = (begin_tile + i) * key_tile
         if masked:
             key = first + gl.arange(0, key_tile, layout=gl.SliceLayout(0, of_product(key_tile)))
-            scores = gl.where(position[:, None] >= key[None, :], scores, -float("inf"))
+            scores = gl.where(seen(position, key, window), scores, -float("inf"))
         begins = first % part == 0
         its_maximum, its_total = maximum, total
         weights, maximum, total, shrink = weigh_tile(
@@ -122,7 +127,7 @@ def attend_parts(
     chunk: gl.tuple,
     first_query: gl.tensor,
     kv_head: gl.tensor,
-    _end: gl.tensor,
+    end: gl.tensor,
     tiles: gl.tensor,
     unmasked: gl.tensor,
     scale: gl.tensor,
@@ -130,14 +135,18 @@ def attend_parts(
     shared: gl.tuple,
     _partial: gl.tuple,
     value_scale: gl.tensor,
+    sinks: gl.tuple,
     part: gl.constexpr,
     narrow: gl.constexpr,
     kv_heads: gl.constexpr,
     group: gl.constexpr,
     dim: gl.constexpr,
     in_turns: gl.constexpr,
+    window: gl.constexpr,
+    has_sinks: gl.constexpr,
 ) -> None:
-    """One warpgroup's queries over the first `tiles` tiles."""
+    """One warpgroup's queries over the `tiles` tiles before tile `end`: the first ones, where there
+    is no window."""
     start, tokens, length = chunk
     keys, values, keys_there, values_there, keys_read, _values_read, _turns = shared
     stages: gl.constexpr = keys.shape[0]
@@ -166,7 +175,11 @@ def attend_parts(
     if narrow:
         scores = scores * back[:, None]
     key = gl.arange(0, key_tile, layout=gl.SliceLayout(0, layout))
-    scores = gl.where(position[:, None] >= key[None, :], scores, -float("inf"))
+    begin_tile = 0
+    if window > 0:
+        begin_tile = end - tiles
+        key += begin_tile * key_tile
+    scores = gl.where(seen(position, key, window), scores, -float("inf"))
     maximum = gl.full([count], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
     total = gl.zeros([count], gl.float32, layout=gl.SliceLayout(1, layout))
     weights, maximum, total, _shrink = weigh_tile(scores, maximum, total, scale)
@@ -177,29 +190,42 @@ def attend_parts(
     joined_maximum = gl.full([count], -float("inf"), gl.float32, layout=rows)
     joined_total = gl.zeros([count], gl.float32, layout=rows)
     state = (weights, maximum, total, gathered, joined_maximum, joined_total, joined)
-    masked = gl.maximum(gl.minimum(unmasked, tiles), 1)
+    masked = gl.maximum(gl.minimum(unmasked - begin_tile, tiles), 1)
+    led = 1
+    if window > 0:
+        all_count: gl.constexpr = all_queries.shape[0] * count
+        led = first_whole_tile(chunk, first_query, all_count, group, window, key_tile)
+        led = gl.maximum(gl.minimum(led - begin_tile, tiles), 1)
+        masked = gl.maximum(masked, led)
+        state = _add_tiles(
+            1, led, queries, shared, state, position, scale, back, number, True, narrow, part,
+            in_turns, begin_tile, window,
+        )  # fmt: skip
     state = _add_tiles(
-        1, masked, queries, shared, state, position, scale, back, number, False, narrow, part,
-        in_turns,
+        led, masked, queries, shared, state, position, scale, back, number, False, narrow, part,
+        in_turns, begin_tile, window,
     )  # fmt: skip
     state = _add_tiles(
         masked, tiles, queries, shared, state, position, scale, back, number, True, narrow, part,
-        in_turns,
+        in_turns, begin_tile, window,
     )  # fmt: skip
     weights, maximum, total, gathered, joined_maximum, joined_total, joined = state
     last = (tiles - 1) % stages
     mbarrier.wait(values_there.index(last), (tiles - 1) // stages % 2)
-    if length < tiles * key_tile:
-        clear_behind(values.index(last), length - (tiles - 1) * key_tile, flat)
+    if length < (begin_tile + tiles) * key_tile:
+        clear_behind(values.index(last), length - (begin_tile + tiles - 1) * key_tile, flat)
     multiplied = gl.convert_layout(weights.to(queries.dtype), as_factor(dim))
     adding = warpgroup_mma(
         multiplied, values.index(last), warpgroup_mma_init(gathered), is_async=True
     )
     gathered, multiplied = warpgroup_mma_wait(0, deps=(adding, multiplied))
-    _maximum, total, gathered = join_one(
+    maximum, total, gathered = join_one(
         joined_maximum, joined_total, joined, gl.convert_layout(maximum, rows),
         gl.convert_layout(total, rows), gathered, scale,
     )  # fmt: skip
+    if has_sinks:
+        sink = load_sinks(sinks[0], own, kv_head, count, group, sums)
+        total = add_sink(total, maximum, sink, scale)
     gathered = gathered / total[:, None]
     place, exists = places(again(own), start, tokens, kv_head, count, kv_heads, group, dim)
     store_output(gathered, value_scale, queries, out, place, exists, narrow)

@@ -159,6 +159,31 @@ def store_output(
 
 
 @gluon.jit
+def seen(position: gl.tensor, key: gl.tensor, window: gl.constexpr) -> gl.tensor:
+    """Whether queries at `position` see each key, `[queries, keys]`."""
+    found = position[:, None] >= key[None, :]
+    if window > 0:
+        found = found & (key[None, :] > position[:, None] - window)
+    return found
+
+
+@gluon.jit
+def first_whole_tile(
+    chunk: gl.tuple,
+    first_query: gl.tensor,
+    queries: gl.constexpr,
+    group: gl.constexpr,
+    window: gl.constexpr,
+    key_tile: gl.constexpr,
+) -> gl.tensor:
+    """The first tile of keys before whose keys the window of each of `queries` queries begins."""
+    _start, tokens, length = chunk
+    last = length - tokens + (first_query + queries - 1) // group
+    key = gl.maximum(gl.minimum(last, length - 1) + 1 - window, 0)
+    return (key + key_tile - 1) // key_tile
+
+
+@gluon.jit
 def again(value: gl.tensor) -> gl.tensor:
     """Value that the compiler takes for another one: what follows from it is computed again, not
     kept in registers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import override
 
@@ -170,7 +171,7 @@ class WarpgroupPrefill(OwnKernelPrefill):
 
     def __init__(self, shape: AttentionShape) -> None:
         part = shape.part
-        require_all_keys(self.name, shape)
+        require_all_keys(self.name, replace(shape, window=0, has_sinks=False))
         is_hopper = is_supported(shape.device)
         require(is_hopper, self.name, f"{shape.device} is not a Hopper GPU", OTHER)
         require(
@@ -195,9 +196,9 @@ class WarpgroupPrefill(OwnKernelPrefill):
 
         super().__init__(
             shape,
-            partial(warpgroup_prefill_attention, part=part),
+            partial(warpgroup_prefill_attention, part=part, window=shape.window),
             tile,
             sorted({tile(tokens).queries for tokens in (1, MANY_TOKENS)}),
-            divides=not part,
+            divides=not part and not shape.window,
             part=part,
         )

@@ -107,11 +107,11 @@ class PrefillBatch:
             score = score.masked_fill(position < begins, -float("inf"))
             if self.window:
                 score = score.masked_fill(position <= last_key[:, None] - self.window, -torch.inf)
-                # What no query sees is not this row's any more: blocks are given away.
-                dead = max(length - query_length - self.window + 1, 0)
-                self.tables[row, : dead // self.block_size] = self.unused_block
+                # Blocks of which no query sees anything are not this row's any more.
+                dead = max(length - query_length - self.window + 1, 0) // self.block_size
+                self.tables[row, :dead] = self.unused_block
                 for cache in self.keys, self.values:
-                    cache.flatten(0, 1)[cells[:dead]] = self.poison
+                    cache.flatten(0, 1)[cells[: dead * self.block_size]] = self.poison
             if self.sinks is not None:
                 column = self.sinks.double()[:, None, None].expand(-1, query_length, 1)
                 score = torch.cat((score, column), 2)

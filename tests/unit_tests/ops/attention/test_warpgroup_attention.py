@@ -25,7 +25,7 @@ from tests.unit_tests.ops.linear.gluon_emulator import EmulatedKernel
 from tests.unit_tests.ops.linear.test_resident_kernel import HOPPER, TOOLS, spilled_bytes
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
-PARTIAL = (9, 10, 11, 12)
+PARTIAL = (10, 11, 12, 13)
 """Arguments of partial results, which launches share."""
 BRAIN, HALF = torch.bfloat16, torch.float16
 compiles = pytest.mark.skipif(INTERPRETED, reason="compiles")
@@ -49,14 +49,14 @@ def attend(batch, rows, tile=None, processors=0, schedule=None, is_settled=False
     batch.plan(schedule, rows, tile)
     warpgroup_prefill_attention(
         batch.query, batch.keys, batch.values, rows.block_tables, schedule, tile, batch.scale,
-        batch.out, is_settled, part, batch.scales,
+        batch.out, is_settled, part, batch.scales, batch.sinks, batch.window,
     )  # fmt: skip
     return schedule
 
 
 def check(
     chunks, block_size, kv_heads, group, dim, dtype, device, captured, tile=None, processors=0,
-    is_narrow=False, query_scale=1.0,
+    is_narrow=False, query_scale=1.0, **rules,
 ):  # fmt: skip
     """Captured: behind nine decode tokens, with two dummy rows, seven padding tokens, and no
     lengths on the host. Twice, as counters and partial results are left over."""
@@ -65,7 +65,7 @@ def check(
         tokens, rows = tokens + 7 + 9, rows + 2
     longest = max(kv for _, kv in chunks)
     sizes = tokens, rows, longest, block_size, kv_heads, group, dim, dtype, device
-    batch = PrefillBatch(*sizes, is_narrow=is_narrow)
+    batch = PrefillBatch(*sizes, is_narrow=is_narrow, **rules)
     schedule = None
     for number in range(2 if processors else 1):
         batch.refill(chunks, query_scale, first=9 if captured else 0)
@@ -148,6 +148,25 @@ def test_emulated_narrow_caches(case, dtype, processors, query_scale, captured, 
         check(
             *case, dtype, "cpu", captured, None, processors, is_narrow=True, query_scale=query_scale
         )
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+@pytest.mark.parametrize(
+    ("window", "processors", "chunks", "block_size", "group", "dim"),
+    [
+        (64, 0, [(129, 129), (70, 333), (1, 65)], 64, 2, 64),
+        (65, 0, [(300, 300), (5, 700)], 128, 1, 128),
+        (1, 0, [(64, 128), (1, 1)], 64, 3, 64),
+        (500, 0, [(20, 1000), (130, 600)], 64, 4, 128),
+        (0, 8, [(3, 2100), (140, 140)], 128, 4, 128),
+    ],
+)
+def test_emulated_windows_and_sinks(
+    window, processors, chunks, block_size, group, dim, is_narrow, emulated
+):
+    """Break it: a sink in each part of the keys, tiles from the last query's window on."""
+    check(chunks, block_size, 2, group, dim, HALF, "cpu", True, None, processors, is_narrow,
+          window=window, has_sinks=True)  # fmt: skip
 
 
 def test_emulated_random_batches(emulated):
