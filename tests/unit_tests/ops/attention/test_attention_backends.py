@@ -19,6 +19,7 @@ from megatron_async.ops.attention.backends.base import (
     AttentionShape,
     BackendUnavailable,
     PrefillBackend,
+    require_all_keys,
     require_tensor_core_shape,
 )
 from megatron_async.ops.attention.backends.selection import (
@@ -105,11 +106,14 @@ def test_keys_and_values_in_fp8_are_ours_and_torch_s():
 
 @pytest.mark.parametrize("change", [{"window": 9}, {"has_sinks": True}, {"softcap": 2.0}])
 def test_windows_sinks_and_softcaps_are_refused_by_name(change):
-    """By backends without them; FlashAttention-4 has windows and sinks, but is not here."""
+    """By backends without them: softcaps are Triton's and torch's alone."""
     device = CpuDevice()
     shape = AttentionShape(4, 2, 64, 64, 4, torch.bfloat16, device.torch_device, **change)
     words = {"window": "windows", "has_sinks": "sinks", "softcap": "softcaps"}[next(iter(change))]
-    with pytest.raises(BackendUnavailable, match=rf"warpgroup.* it has no {words}; use"):
+    with pytest.raises(BackendUnavailable, match=rf"flash_attn_3.* it has no {words}; use"):
+        require_all_keys("flash_attn_3", shape)
+    refusal = "has no softcaps; use" if "softcap" in change else "is not a Hopper GPU"
+    with pytest.raises(BackendUnavailable, match=rf"warpgroup.* {refusal}"):
         choose_prefill("warpgroup", shape, device, Choices("measure", device))
     choice = choose_prefill(None, shape, device, Choices("measure", device))
     assert {backend.name for backend in choice.backends} == {"triton"}

@@ -159,18 +159,22 @@ def warpgroups(monkeypatch):
         ([(40, 256), (33, 512), (3, 640)], 64, 2, 2, 128),
     ],
 )
-@pytest.mark.parametrize(("query_scale", "is_narrow"), [(1.0, False), (30.0, False), (3.0, True)])
+@pytest.mark.parametrize(
+    ("query_scale", "is_narrow", "window"),
+    [(1.0, False, 0), (30.0, False, 0), (3.0, True, 0), (3.0, False, 129)],
+)
 def test_warpgroups_have_the_bits_of_other_rows(
-    chunks, block_size, kv_heads, group, dim, query_scale, is_narrow, device, matrix_units,
+    chunks, block_size, kv_heads, group, dim, query_scale, is_narrow, window, device, matrix_units,
     warpgroups,
 ):  # fmt: skip
-    """In parts of one length. Break it: `shrink` or the sums of a part kept over its border."""
+    """In parts of one length. Break it: `shrink` or the sums of a part kept over its border; parts
+    counted from a window's first tile."""
     tokens = 20 + sum(query for query, _ in chunks)
     longest = max(kv for _, kv in chunks)
     dtype = torch.float16 if INTERPRETED else torch.bfloat16
     rows = len(chunks) + 1
     sizes = tokens, rows, longest, block_size, kv_heads, group, dim, dtype, device
-    batch = PrefillBatch(*sizes, is_narrow=is_narrow)
+    batch = PrefillBatch(*sizes, is_narrow=is_narrow, window=window, has_sinks=window > 0)
     batch.refill(chunks, query_scale, first=9)
     check_same_bits(batch)
 
@@ -193,7 +197,7 @@ def check_same_bits(batch, part=256):
         out = torch.full_like(batch.query, float("nan"))
         launch(
             batch.query, *caches, rows.block_tables, schedule, tile, batch.scale, out, part=part,
-            scales=batch.scales,
+            scales=batch.scales, sinks=batch.sinks, window=batch.window,
         )  # fmt: skip
         batch.out.copy_(out)
         batch.check()

@@ -158,7 +158,7 @@ def test_emulated_narrow_caches(case, dtype, processors, query_scale, captured, 
         (65, 0, [(300, 300), (5, 700)], 128, 1, 128),
         (1, 0, [(64, 128), (1, 1)], 64, 3, 64),
         (500, 0, [(20, 1000), (130, 600)], 64, 4, 128),
-        (0, 8, [(3, 2100), (140, 140)], 128, 4, 128),
+        (0, 8, [(3, 2100)], 128, 4, 128),
     ],
 )
 def test_emulated_windows_and_sinks(
