@@ -206,23 +206,11 @@ def _weights(
 
 @gluon.jit
 def _add_tiles(
-    begin: gl.tensor,
-    stop: gl.tensor,
-    end: gl.tensor,
-    queries: gl.shared_memory_descriptor,
-    shared: gl.tuple,
-    weights: gl.tensor,
-    gathered: gl.tensor,
-    maximum: gl.tensor,
-    total: gl.tensor,
-    position: gl.tensor,
-    scale: gl.tensor,
-    number: gl.constexpr,
-    masked: gl.constexpr,
-    narrow: gl.constexpr,
-    in_turns: gl.constexpr,
-    window: gl.constexpr,
-) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
+    begin: gl.tensor, stop: gl.tensor, end: gl.tensor, queries: gl.shared_memory_descriptor,
+    shared: gl.tuple, weights: gl.tensor, gathered: gl.tensor, maximum: gl.tensor, total: gl.tensor,
+    position: gl.tensor, scale: gl.tensor, number: gl.constexpr, masked: gl.constexpr,
+    narrow: gl.constexpr, in_turns: gl.constexpr, window: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
     """Tiles `begin` .. `stop` - 1 in the order of `load_tiles`, from `end` on backwards: their
     scores and weights, and the values of the tile before each."""
     keys, values, keys_there, values_there, keys_read, values_read, turns = shared
@@ -400,36 +388,15 @@ def _uniform(value: gl.tensor) -> gl.tensor:
 
 @gluon.jit(do_not_specialize=["table_stride", "slots"], do_not_specialize_on_alignment=["tables"])
 def warpgroup_attention_kernel(
-    query: gl.tensor,
-    key_chunks: tma.tensor_descriptor,
-    value_chunks: tma.tensor_descriptor,
-    tables: gl.tensor,
-    table_stride: gl.tensor,
-    units: gl.tensor,
-    scale: gl.tensor,
-    scales: gl.tensor,
-    sinks: gl.tensor,
-    out: gl.tensor,
-    part_output: gl.tensor,
-    part_maximum: gl.tensor,
-    part_total: gl.tensor,
-    arrived: gl.tensor,
-    slots: gl.tensor,
-    divides: gl.constexpr,
-    block_size: gl.constexpr,
-    group: gl.constexpr,
-    kv_heads: gl.constexpr,
-    dim: gl.constexpr,
-    key_tile: gl.constexpr,
-    warpgroups: gl.constexpr,
-    stages: gl.constexpr,
-    registers: gl.constexpr,
-    in_turns: gl.constexpr,
-    part: gl.constexpr,
-    window: gl.constexpr,
-    is_settled: gl.constexpr,
-    overlap: gl.constexpr,
-) -> None:
+    query: gl.tensor, key_chunks: tma.tensor_descriptor, value_chunks: tma.tensor_descriptor,
+    tables: gl.tensor, table_stride: gl.tensor, units: gl.tensor, scale: gl.tensor,
+    scales: gl.tensor, sinks: gl.tensor, out: gl.tensor, part_output: gl.tensor,
+    part_maximum: gl.tensor, part_total: gl.tensor, arrived: gl.tensor, slots: gl.tensor,
+    divides: gl.constexpr, block_size: gl.constexpr, group: gl.constexpr, kv_heads: gl.constexpr,
+    dim: gl.constexpr, key_tile: gl.constexpr, warpgroups: gl.constexpr, stages: gl.constexpr,
+    registers: gl.constexpr, in_turns: gl.constexpr, part: gl.constexpr, window: gl.constexpr,
+    is_settled: gl.constexpr, overlap: gl.constexpr,
+) -> None:  # fmt: skip
     """A tile of `warpgroups` times 64 queries of one chunk and one KV head, and its keys or a part
     of them. Of a narrow cache `scales` are given, and descriptors of words of four numbers."""
     if overlap and not is_settled:
