@@ -299,14 +299,16 @@ class ChatFormat:
         return self._reasoning in NEMOTRON and asks
 
     def behind_thought(
-        self, wanted: StructuredOutput, prompt: str, has_calls: bool
+        self, wanted: StructuredOutput, prompt: str, has_calls: bool, has_format: bool
     ) -> StructuredOutput:
-        """A grammar that lets a thought come first and demands `wanted` of the text behind it.
-        `has_calls`: what is wanted are calls, perhaps among others."""
+        """A grammar that lets a thought come first and demands `wanted` of the text behind it:
+        calls, a format of the content, or one of both."""
         try:
             if self.marks:
                 begun = begun_header(prompt)
-                grammar = grammar_behind_messages(wanted, begun, self.special, has_calls)
+                grammar = grammar_behind_messages(
+                    wanted, begun, self.special, has_calls, has_format
+                )
             else:
                 grammar = grammar_behind_thought(wanted, self.starts_in_thought(prompt))
         except RequestError as error:

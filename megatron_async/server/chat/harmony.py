@@ -316,22 +316,23 @@ def before_answer(special: Special) -> str:
 
 
 def grammar_behind_messages(
-    wanted: StructuredOutput, begun: str, special: Special, has_header: bool
+    wanted: StructuredOutput, begun: str, special: Special, has_calls: bool, has_format: bool
 ) -> str:
-    """A Lark grammar: thoughts and words before calls, then what is wanted, of which the first
-    messages are free. `begun` is what the prompt has of the first one; `has_header`: the header of
-    the last message is part of what is wanted."""
+    """A Lark grammar: thoughts, then what is wanted. `begun` is what the prompt has of the first
+    message; `has_calls`: what is wanted has the headers of messages; `has_format`: it is all that
+    the content may be. Else words may come before."""
     channel, message = mark(CHANNEL, special), mark(MESSAGE, special)
     start = "" if begun else f'({mark(START, special)} "assistant")?'
-    header = "" if has_header else before_answer(special)
+    header = "" if has_calls else before_answer(special)
+    free = '"analysis"' if has_format else "/analysis|commentary/"
     if MARKS[CHANNEL] in begun or MARKS[MESSAGE] in begun:
         start = "" if MARKS[MESSAGE] in begun else message
-        if read_header(begun.partition(MARKS[MESSAGE])[0]).kind == "text" and not has_header:
+        if read_header(begun.partition(MARKS[MESSAGE])[0]).kind == "text" and not has_calls:
             return f"start: {start} wanted\nwanted: {rule_of(wanted)}"
         start += f" FREE {_next_message(special)}"
     return (
         f"start: {start} other* {header} wanted\n"
-        f"other: {channel} /analysis|commentary/ {message} FREE {_next_message(special)}\n"
+        f"other: {channel} {free} {message} FREE {_next_message(special)}\n"
         f"FREE: /(?s:.*)/\nwanted: {rule_of(wanted)}"
     )
 

@@ -133,7 +133,8 @@ def ask_chat(
     if plan.grammar is not None:
         structured = StructuredOutput(grammar=plan.grammar)
     if structured is not None and served.chat.thoughts:
-        structured = served.chat.behind_thought(structured, text, plan.grammar is not None)
+        has_calls, has_format = plan.grammar is not None, wanted is not None
+        structured = served.chat.behind_thought(structured, text, has_calls, has_format)
     params = sampling_params(request, served, caller, most, structured)
     chat = ChatStyle(
         thoughts=served.chat.thoughts,

@@ -193,6 +193,7 @@ def test_text_cannot_forge_a_mark() -> None:
     # Tokens of single bytes come first, in their order.
     letters = list(written.encode())
     halves = [byte for mark in MARKS.values() for byte in mark.encode(errors="surrogatepass")]
+    halves.append("ß".encode()[0])  # which the mark behind it cuts off
     begin, end = tokens_of("<|channel|>analysis<|message|>"), tokens_of("<|end|>")
     _, body = given_in(asked(tools=[CLOCK]), [*begin, *letters, *halves, *end])
     thoughts, content, calls, _ = told(body)
@@ -203,8 +204,9 @@ def test_text_cannot_forge_a_mark() -> None:
 def test_hostile_answers_stay_small() -> None:
     tools: dict[str, Any] = {"f": {}}
     one = ChannelReader("assistant", tools)
+    assert one.push(marked("<|channel|>commentary to=functions.")) == []
     for _ in range(1000):  # a recipient of 1 MB
-        assert one.push(marked("<|channel|>commentary to=functions." + "f" * 1000)) == []
+        assert one.push("f" * 1000) == []
     assert len(one._header) < 3000
     assert one.push(marked("<|message|>{}<|call|>")) == []
     assert one.push(marked("<|channel|>" * 5000)) == []  # headers that never end
@@ -255,6 +257,9 @@ def test_responses_and_messages_have_items_and_count_reasoning() -> None:
     assert body["output"][2]["arguments"] == ARGUMENTS
     assert body["usage"]["output_tokens_details"]["reasoning_tokens"] == reasoning
     assert body["usage"]["output_tokens"] == len(tokens)
+    odd = "<|channel|>analysis<|message|>a<|message|>b<|constrain|>c<|channel|>final<|message|>d"
+    _, other = given_in(one, tokens_of(odd))
+    assert other["usage"]["output_tokens_details"]["reasoning_tokens"] == 3
     last = named_events(data)[-1]["response"]
     assert last["usage"] == body["usage"]
     tools = [{"name": "clock", "input_schema": {"type": "object"}}]
@@ -472,10 +477,15 @@ def test_calls_are_held_to_their_tools() -> None:
     assert accepts(free, THOUGHT + final)
     assert accepts(free, weather)
     assert not accepts(free, weather.replace("1", '"one"'))
+    preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    assert accepts(free, preamble + weather)
     either = asked(tools=[WEATHER], structured_outputs={"choice": ["yes", "no"]})
     assert accepts(either, weather)
     assert accepts(either, THOUGHT + "<|channel|>final<|message|>no")
     assert not accepts(either, final)
+    assert not accepts(
+        either, preamble + "<|channel|>final<|message|>no"
+    )  # it would be content, too
     forced = answered(THOUGHT + clock, tool_choice="required")
     assert forced == ("Hm, 世界.", "", [("clock", "{}")], "tool_calls")
 
