@@ -60,11 +60,12 @@ HTTP: Rows = (
      "(default: localhost and its addresses; any with a --host that others reach)"),
     ("--tool-parser", str, "NAME", None,
      "form of the model's tool calls: qwen3_coder, hermes, mistral, deepseek_v3,\n"
-     "deepseek_v31, llama3_json, nemotron_json, or other servers' names of them\n"
+     "deepseek_v31, llama3_json, nemotron_json, harmony, or other servers' names of them\n"
      "(default: by its chat template)"),
     ("--reasoning-parser", str, "NAME", None,
      "the model thinks first, in <think> ... </think>, whatever its template says:\n"
-     "deepseek_r1, or nemotron_v3, which may give a thought without content as content"),
+     "deepseek_r1, or nemotron_v3, which may give a thought without content as content;\n"
+     "or in harmony's messages (calls, too): harmony"),
     ("--chat-template", str, "TEXT", None, "Jinja text, or @FILE, in place of the model's own"),
     ("--as-megatron", bool, None, False,
      "paths, fields and values of Megatron-Core's server beside ours (docs/megatron.md)"),
