@@ -6,6 +6,7 @@ compute stream; bookkeeping never reads it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, override
 
@@ -29,6 +30,7 @@ from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
+from megatron_async.ops.recurrent.recurrent_pools import DecodeRows, RecurrentPools
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.ops.step_tensors import StepTensors
 
@@ -212,6 +214,10 @@ class ContextGPUView(PagedStepView, RecurrentStepView):
     def recurrent(self, layer: int, projected: Tensor, params: Any) -> Tensor:
         assert self._recurrent is not None, "the context was made for a model without such layers"
         return self._recurrent.run(self, layer, projected, params)
+
+    @override
+    def recurrent_decoding(self) -> tuple[DecodeRows, Sequence[RecurrentPools]] | None:
+        return None if self._recurrent is None else self._recurrent.decoding()
 
     @override
     def recurrent_gated(

@@ -157,6 +157,13 @@ class RecurrentState(PerSlotState):
         for pools in self._by_kind:
             ops.flush(pools, index, before, after, self.rule, saves)
 
+    def decoding(self) -> tuple[DecodeRows, Sequence[RecurrentPools]] | None:
+        """The rows of a step that has begun and each layer's pools, if all its rows decode and
+        states follow from them alone."""
+        if self._prefill is not None or self._decode_rows is None or self.rule.replays:
+            return None
+        return self._decode_rows, self._layers
+
     def run(self, view: StateStep, layer: int, projected: Tensor, params: Any) -> Tensor:
         """Convolution and recurrence of one layer.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.linear.qkv_places import QkvPlaces
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
+from megatron_async.ops.recurrent.recurrent_pools import DecodeRows, RecurrentPools
 
 
 class LaidOutTokens(Protocol):
@@ -109,6 +111,10 @@ class RecurrentStepView(StepView, Protocol):
         """Convolution and recurrence of one recurrent layer (by its index among these): `[tokens,
         ...]`, the output of the layer's first product, -> `[tokens, channels]`, before the gated
         norm. `params` are `MambaParams` or `DeltaParams`."""
+
+    def recurrent_decoding(self) -> tuple[DecodeRows, Sequence[RecurrentPools]] | None:
+        """The rows of a step in which all rows decode, and the pools of each recurrent layer, for
+        who computes all layers at once; None: of other steps."""
 
     def recurrent_gated(
         self, layer: int, projected: Tensor, params: MambaParams, norm_weight: Tensor

@@ -1,4 +1,4 @@
-"""The layers of a dense decoder with 8-bit weights, as one compiled call.
+"""The layers of a dense or hybrid decoder with weights of few bits, as one compiled call.
 
 A step of a small model is some 300 small loops. Between two of them Python and torch take as long
 as many a loop (docs/records/cpu_throughput.md, 2026-11-26): modules are called, tensors made, locks
@@ -14,14 +14,16 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray
+from numba import carray, types
 
 from megatron_async.ops.attention.cpu.attention_kernels import attention_addresses
 from megatron_async.ops.cpu.kept_loops import njit
-from megatron_async.ops.cpu.row_kernels import floats, norm_addresses
+from megatron_async.ops.cpu.pointers import address_of
+from megatron_async.ops.cpu.row_kernels import floats, gated_norm, norm_addresses
 from megatron_async.ops.linear.cpu.jobs import (
     ACTIVATE,
     ATTEND,
+    MIX,
     NEVER,
     NORM,
     ROW_CHUNKS,
@@ -30,21 +32,27 @@ from megatron_async.ops.linear.cpu.jobs import (
     rows_of_chunk,
     share,
 )
+from megatron_async.ops.linear.cpu.row_jobs import OF_LAYER
 from megatron_async.ops.linear.cpu.weight_record import OUTPUTS, block_bytes, field
+from megatron_async.ops.recurrent.cpu.decode_loops import mamba_decode
 
 COLUMNS = (
-    "attention_norm", "qkv", "qkv_record", "qkv_bias", "q_norm", "k_norm", "cache", "proj",
-    "proj_record", "mlp_norm", "fc1", "fc1_record", "fc2", "fc2_record",
+    "kind", "norm", "first", "first_record", "outputs", "last", "last_record", "inputs", "bias",
+    "q_norm", "k_norm", "number", "gated",
 )  # fmt: skip
-"""Columns of the table of layers, int64. Addresses: norms are float32 factors and products are of a
-`WidenedWeight` or a `GroupedWeight`, each with its record; 0 where there is no norm of heads, or no
-bias. `cache`: the layer's number in the KV cache."""
+"""Columns of the table of layers, int64. Each layer is a norm, a product with so many outputs, what
+`kind` says, and a product with so many inputs. Addresses: norms are float32 factors and products
+are of a `WidenedWeight` or a `GroupedWeight`, each with its record; 0 where there is no norm of
+heads, or no bias. `number`: of the layer in the KV cache, or among the Mamba-2 layers; `gated`: an
+MLP has SwiGLU, else squared ReLU."""
 (
-    ATTENTION_NORM, QKV, QKV_RECORD, QKV_BIAS, Q_NORM, K_NORM, CACHE, PROJ, PROJ_RECORD,
-    MLP_NORM, FC1, FC1_RECORD, FC2, FC2_RECORD,
+    KIND, BEFORE, FIRST, FIRST_RECORD, FIRST_OUTPUTS, LAST, LAST_RECORD, INPUTS, BIAS, Q_NORM,
+    K_NORM, NUMBER, GATED,
 ) = range(len(COLUMNS))  # fmt: skip
+ATTENTION, MLP, MAMBA = range(3)
+"""Kinds of layers."""
 
-SIZES = ("hidden", "ffn", "heads", "kv_heads", "dim", "rotated", "rope_positions")
+SIZES = ("hidden", "heads", "kv_heads", "dim", "rotated", "rope_positions")
 """Sizes of the model: int64. The last two are of the tables of the rotary embedding."""
 BATCH = (
     "rows", "sequences", "blocks", "block_size", "width", "first_key", "places", "layer_floats",
@@ -53,7 +61,7 @@ BATCH = (
 from a layer's keys to the next one's in the cache, whose values follow its keys."""
 ADDRESSES = (
     "cos", "sin", "positions", "write_index", "tables", "last", "keys", "x", "out", "stream",
-    "other", "normed", "qkv", "query", "attended", "both", "activated", "scratch",
+    "other", "states", "state_step", "normed", "projected", "query", "mixed", "scratch",
 )  # fmt: skip
 """Addresses of what the step reads and writes:
 
@@ -63,14 +71,17 @@ tables, last: see `decode_attention`.
 keys: of the first layer in the cache.
 x: float32 `[rows, hidden]`, the first layer's input.
 out: float32 `[whole_tiles(rows), hidden]`, the last layer's output; written.
-stream, other: float32 `[rows, hidden]`; written. `stream` is the residual that `out` belongs to.
-normed, qkv, query, attended, both, activated: float32, room for each part of a layer
-    `[whole_tiles(rows), its width]`.
+stream, other: float32 `[rows, hidden]`; written. The residual that `out` belongs to is in `stream`
+    of an even number of layers, else in `other`.
+states: int64 `[Mamba-2 layers, OF_LAYER]`, and state_step: int64 `[OF_STEP]`; see `mixing`.
+normed, projected, query, mixed: float32, room for each part of a layer `[whole_tiles(rows), its
+    width]`.
 scratch: see `product`; of the product with the most inputs.
 """
 
-FACTORS = ("eps", "head_eps", "scale")
-"""By one address, float32: of the layers' norms, of heads' norms, and of scores."""
+FACTORS = ("eps", "head_eps", "scale", "gated_eps")
+"""By one address, float32: of the layers' norms, of heads' norms, of scores, and of Mamba-2's
+norms."""
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -102,67 +113,79 @@ def run_layers(
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """All layers, without the norm after them: loops of `loop_addresses`, which may reorder sums,
     `control` and `least` of `Helpers.held`, and the table and the records of numbers above."""
-    norm, add_norm, rope_append, decode_attention = loops
-    hidden, ffn, heads, kv_heads, dim, rotated, rope_positions = sizes
+    norm, add_norm, rope_append, decode_attention, mamba_decode, gated_norm = loops
+    hidden, heads, kv_heads, dim, rotated, rope_positions = sizes
     rows, sequences, blocks, block_size, width, first_key, places, layer_floats = batch
     (
-        cos, sin, positions, write_index, tables, last, keys_at, x, out, stream, other, normed,
-        qkv, query, attended, both, activated, scratch,
+        cos, sin, positions, write_index, tables, last, keys_at, x, out, stream, other, states,
+        state_step, normed, projected, query, mixed, scratch,
     ) = addresses  # fmt: skip
-    eps, head_eps, scale = factors, factors + 4, factors + 8
-    group, qkv_width = heads // kv_heads, (heads + 2 * kv_heads) * dim
+    eps, head_eps, scale, gated_eps = factors, factors + 4, factors + 8, factors + 12
+    group = heads // kv_heads
     is_shared = least < NEVER
     some_rows = rows_of_chunk(rows, is_shared)
     some_sequences = (sequences + ROW_CHUNKS - 1) // ROW_CHUNKS if is_shared else sequences
     residual, work = x, (control, least, chunk_bytes, scratch, rows)
     for layer in range(len(table)):
         one = table[layer]
-        record, weight = one[QKV_RECORD], one[ATTENTION_NORM]
+        record, weight = one[FIRST_RECORD], one[BEFORE]
         if layer == 0:
             arguments = (x, hidden, record, scratch, 0, weight, eps, 0, normed, norm)
         else:
+            total = stream if layer % 2 else other
             arguments = (
-                out, hidden, record, scratch, residual, weight, eps, other, normed, add_norm,
+                out, hidden, record, scratch, residual, weight, eps, total, normed, add_norm,
             )  # fmt: skip
-            residual = other
+            residual = total
         share(control, NORM, rows, some_rows, arguments)
-        _multiply(work, hidden, one[QKV], record, qkv_width, qkv)
-        if one[QKV_BIAS] != 0:
-            _add_bias(qkv, one[QKV_BIAS], rows, qkv_width)
-        keys = keys_at + 4 * layer_floats * one[CACHE]
-        values = keys + 4 * places * kv_heads * dim
-        has_norm = one[Q_NORM] != 0
-        # Where heads have no norms, these factors are not read.
-        q_norm = one[Q_NORM] if has_norm else one[ATTENTION_NORM]
-        k_norm = one[K_NORM] if has_norm else one[ATTENTION_NORM]
-        turn = (
-            qkv, cos, sin, positions, write_index, keys, values, q_norm, k_norm, int(has_norm),
-            head_eps, group, query, kv_heads, dim, rotated, rope_positions, places, rope_append,
-        )  # fmt: skip
-        share(control, TURN, rows, some_rows, turn)
-        record = one[PROJ_RECORD]
-        attend = (
-            query, keys, values, attended, heads, kv_heads, dim, places, tables, blocks,
-            block_size, last, width, first_key, scale, decode_attention, record, scratch,
-        )  # fmt: skip
-        share(control, ATTEND, sequences, some_sequences, attend)
-        _multiply(work, heads * dim, one[PROJ], record, hidden, out)
-        record, weight = one[FC1_RECORD], one[MLP_NORM]
-        arguments = (
-            out, hidden, record, scratch, residual, weight, eps, stream, normed, add_norm,
-        )  # fmt: skip
-        share(control, NORM, rows, some_rows, arguments)
-        residual = stream
-        _multiply(work, hidden, one[FC1], record, 2 * ffn, both)
-        record = one[FC2_RECORD]
-        share(control, ACTIVATE, rows, some_rows, (both, ffn, record, scratch, activated, 1))
-        _multiply(work, ffn, one[FC2], record, hidden, out)
+        outputs, inputs, kind = one[FIRST_OUTPUTS], one[INPUTS], one[KIND]
+        _multiply(work, hidden, one[FIRST], record, outputs, projected)
+        if one[BIAS] != 0:
+            _add_bias(projected, one[BIAS], rows, outputs)
+        record = one[LAST_RECORD]
+        if kind == ATTENTION:
+            keys = keys_at + 4 * layer_floats * one[NUMBER]
+            values = keys + 4 * places * kv_heads * dim
+            has_norm = one[Q_NORM] != 0
+            # Where heads have no norms, these factors are not read.
+            q_norm = one[Q_NORM] if has_norm else weight
+            k_norm = one[K_NORM] if has_norm else weight
+            turn = (
+                projected, cos, sin, positions, write_index, keys, values, q_norm, k_norm,
+                int(has_norm), head_eps, group, query, kv_heads, dim, rotated, rope_positions,
+                places, rope_append,
+            )  # fmt: skip
+            share(control, TURN, rows, some_rows, turn)
+            attend = (
+                query, keys, values, mixed, heads, kv_heads, dim, places, tables, blocks,
+                block_size, last, width, first_key, scale, decode_attention, record, scratch,
+            )  # fmt: skip
+            share(control, ATTEND, sequences, some_sequences, attend)
+        elif kind == MLP:
+            activate = (projected, inputs, record, scratch, mixed, one[GATED])
+            share(control, ACTIVATE, rows, some_rows, activate)
+        else:
+            mix = (
+                projected, outputs, query, mixed, states + 8 * OF_LAYER * one[NUMBER], state_step,
+                gated_eps, mamba_decode, gated_norm, record, scratch,
+            )  # fmt: skip
+            share(control, MIX, sequences, some_sequences, mix)
+        _multiply(work, inputs, one[LAST], record, hidden, out)
 
 
 @cache
-def loop_addresses() -> tuple[int, int, int, int]:
-    """Addresses of `norm`, `add_norm`, `rope_append` and `decode_attention`."""
-    return *norm_addresses(), *attention_addresses()
+def loop_addresses() -> tuple[int, ...]:
+    """Addresses of `norm`, `add_norm`, `rope_append`, `decode_attention`, `mamba_decode` and
+    `gated_norm`."""
+    number = types.int64
+    mamba = address_of(
+        mamba_decode,
+        *(types.UniTuple(number, count) for count in (14, 6, 10)),
+        types.boolean,
+        types.float32,
+    )
+    gated = address_of(gated_norm, *[number] * 8, types.float32, number)
+    return *norm_addresses(), *attention_addresses(), mamba, gated
 
 
 def compile_loops() -> None:

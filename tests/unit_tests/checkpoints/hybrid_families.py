@@ -126,6 +126,11 @@ IN_GGUF: dict[str, tuple[str, dict[str, Any]]] = {
         HYBRIDS["nemotron-3"][1]
         | {"hybrid_override_pattern": "MEM*E", "moe_intermediate_size": 32},
     ),
+    "granite of whole blocks": (
+        "GraniteMoeHybrid",
+        HYBRIDS["granite"][1]
+        | {"mamba_n_heads": 16, "mamba_d_head": 8, "shared_intermediate_size": 96},
+    ),
     "granite of attention, dense": (
         "GraniteMoeHybrid",
         HYBRIDS["granite"][1]

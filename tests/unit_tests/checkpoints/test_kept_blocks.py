@@ -147,41 +147,54 @@ def test_experts_and_hybrids(
             torch.testing.assert_close(found, whole, rtol=2e-7, atol=1e-8, msg=name)
     floats = sum(p.nbytes for p in model.parameters() if not p.is_meta)
     assert abs(source.kept_bytes - floats - sum(w.nbytes for w in kept.values())) < 4096
-    found, expected = (log_probs(path, quantization) for quantization in ("file", "none"))
+    found, expected = (log_probs(path, kept)[:GIVEN] for kept in ("file", "none"))
     assert 0 < (found / expected - 1).abs().max() < 1e-3
 
 
+PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [7, 8], [11, 3, 5])
+GIVEN = sum(len(prompt) - 1 for prompt in PROMPTS)
+
+
 def log_probs(path: Path, quantization: str | None) -> torch.Tensor:
-    """Log probs of a prompt's tokens."""
+    """Log probs of prompts' tokens, `GIVEN` in all, then of those behind each."""
     settings = {"device": "cpu", "check_integrity": True, "quantization": quantization}
     with LLM(str(path), **settings) as llm:
         params = SamplingParams(
-            num_tokens_to_generate=4, return_log_probs=True, skip_prompt_log_probs=False
-        )
-        (found,) = llm.generate([3, 1, 4, 1, 5, 9, 2, 6], params)
+            num_tokens_to_generate=5, temperature=0.0, termination_id=-1, return_log_probs=True,
+            skip_prompt_log_probs=False,
+        )  # fmt: skip
+        found = llm.generate(list(PROMPTS), params)
         model: Any = llm.engine.controller.inference_wrapped_model.model
         assert bool(bits_of_weights(model)) == (quantization != "none")
-        return torch.tensor(found.prompt_log_probs)
+        given = [number for each in found for number in each.prompt_log_probs]
+        return torch.tensor(given + [n for each in found for n in each.generated_log_probs])
 
 
 def test_default_and_settings(make_gguf: Callable[..., Path]) -> None:
     """Rows of 16 bits are near float32 by default; rows of 8 bits are asked for."""
     path = make_gguf(WIDE, "llama", mixed)
-    expected = log_probs(path, "none")
+    expected = log_probs(path, "none")[:GIVEN]
     for quantization, least, most in (
         (None, 0, 2e-4), ("file", 0, 2e-4), ("int8", 1e-3, 0.05), ("auto", 1e-3, 0.05),
     ):  # fmt: skip
-        found = log_probs(path, quantization)
+        found = log_probs(path, quantization)[:GIVEN]
         assert least < (found / expected - 1).abs().mean() < most
 
 
-@pytest.mark.parametrize("quantization", ["file", "int8"])
+@pytest.mark.parametrize(
+    ("model", "quantization"),
+    [
+        ((WIDE, "llama", mixed), "file"),
+        ((WIDE, "llama", mixed), "int8"),
+        (("granite of whole blocks", "granitehybrid", Q.Q8_0), "file"),
+    ],
+)
 def test_compiled_layers_have_the_bits_of_the_modules(
-    quantization: str, make_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    model: Any, quantization: str, make_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of 16 and of 8 bits, by weights of three forms, in one compiled call or module by
-    module."""
-    path, passes, run = make_gguf(WIDE, "llama", mixed), 0, CompiledLayers.run
+    """Rows of 16 and of 8 bits, by weights of three forms, and Mamba-2 layers, in one compiled call
+    or module by module."""
+    path, passes, run = make_gguf(*model), 0, CompiledLayers.run
 
     def counted(*arguments: Any) -> Any:
         nonlocal passes

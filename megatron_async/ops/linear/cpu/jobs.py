@@ -37,7 +37,7 @@ from megatron_async.ops.linear.cpu.integer_tile import STEP
 from megatron_async.ops.linear.cpu.row_jobs import factors_at
 from megatron_async.ops.linear.cpu.weight_record import LOOP, SCALES, field
 
-PRODUCT, GROUPED, ROUND, NORM, ACTIVATE, TURN, ATTEND, EXPERTS = range(8)
+PRODUCT, GROUPED, ROUND, NORM, ACTIVATE, TURN, ATTEND, EXPERTS, MIX = range(9)
 """Kinds of jobs."""
 LEAST_ROWS = 4
 """Rows from which on threads share them."""
@@ -108,6 +108,8 @@ def _compute(control: Any, first: Any, last: Any) -> None:  # pragma: no cover -
         row_jobs.activating(control, first, last)
     elif kind == TURN:
         row_jobs.turning(control, first, last)
+    elif kind == MIX:
+        row_jobs.mixing(control, first, last)
     elif kind == EXPERTS:
         _multiply_experts(control, first, last)
     else:

@@ -31,6 +31,9 @@ from megatron_async.ops.linear.cpu.integer_products import round_rows, whole_til
 from megatron_async.ops.linear.cpu.integer_tile import STEP
 from megatron_async.ops.linear.cpu.weight_record import IS_FINE, SCALES, field
 
+OF_LAYER, OF_STEP = 10, 16
+"""Numbers of a Mamba-2 layer, and of a step of such layers: see `mixing`."""
+
 
 @register_jitable
 def factors_at(scratch: Any, rows: Any, k: Any) -> Any:
@@ -151,3 +154,38 @@ def attending(control: Any, first: Any, last: Any) -> None:  # pragma: no cover 
         argument(control, 3), sequences * width, heads * dim, record, scratch, first * width,
         last * width,
     )  # fmt: skip
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def mixing(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
+    """`(projected, outputs, y, normed, layer, step, eps, loop, norm_loop, record, scratch)`:
+    `mamba_decode` of sequences first to last, their gated norm, and the rounding of their rows. eps
+    is the address of a float32; layer that of `OF_LAYER` addresses, of the parameters, the norm's
+    weight and the pools, and step that of `OF_STEP` numbers: where pool rows, positions and bases
+    are, whether rows are int64, and sizes and strides as `mamba_decode` takes them."""
+    outputs, y, normed = argument(control, 1), argument(control, 2), argument(control, 3)
+    layer = carray(longs(argument(control, 4)), (OF_LAYER,))
+    step = carray(longs(argument(control, 5)), (OF_STEP,))
+    eps = carray(floats(argument(control, 6)), (1,))[0]
+    sequences, width = read(control + LENGTH), step[4]
+    heads, head_dim, groups = step[6], step[7], step[8]
+    inner, begin, count = heads * head_dim, first * width, last - first
+    own, out = argument(control, 0) + 4 * begin * outputs, y + 4 * begin * inner
+    at = (
+        own, layer[0], layer[1], layer[2], layer[3], layer[4], layer[6], layer[7], layer[8],
+        layer[9], step[0] + (8 if step[3] != 0 else 4) * first, step[1] + 8 * begin,
+        step[2] + 4 * first, out,
+    )  # fmt: skip
+    strides = (4 * outputs, step[12], step[13], step[14], step[15], 4 * inner)
+    sizes = (
+        count, width, step[5], heads, head_dim, groups, step[9], step[10], step[11], np.int64(4),
+    )  # fmt: skip
+    call_at(argument(control, 7), (at, strides, sizes, step[3] != 0, np.float32(1)))
+    target = normed + 4 * begin * inner
+    arguments = (
+        out, 4 * inner, own, 4 * outputs, layer[5], count * width, groups, inner // groups, eps,
+        target,
+    )  # fmt: skip
+    call_at(argument(control, 8), arguments)
+    record, scratch = argument(control, 9), argument(control, 10)
+    round_some(normed, sequences * width, inner, record, scratch, begin, last * width)

@@ -20,7 +20,7 @@ class WidenedWeight:
     `integer_products.py`.
 
     Attributes:
-        k: inputs.
+        k, outputs: inputs and outputs.
         address: of the integers.
         record: what loops know of them.
         is_whole: whether the outputs fill the last block.
@@ -33,20 +33,20 @@ class WidenedWeight:
         from megatron_async.ops.linear.cpu.weight_record import UNIT, WeightRecord
 
         compile_products()
-        self._outputs, self.k = weight.shape
-        blocks, steps = -(-self._outputs // kernels.OUTPUTS), -(-self.k // kernels.STEP)
+        self.outputs, self.k = weight.shape
+        blocks, steps = -(-self.outputs // kernels.OUTPUTS), -(-self.k // kernels.STEP)
         scales = weight.abs().amax(1).div_(LARGEST).clamp_min_(LEAST_SCALE)
         # torch aligns memory to cache lines, and a step's 64 bytes are one.
         packed = torch.zeros((blocks, steps, kernels.OUTPUTS, kernels.STEP), dtype=torch.int8)
         whole = torch.zeros(blocks * kernels.OUTPUTS, steps * kernels.STEP, dtype=torch.int8)
-        whole[: self._outputs, : self.k] = (weight / scales[:, None]).round_()
+        whole[: self.outputs, : self.k] = (weight / scales[:, None]).round_()
         by_step = whole.view(blocks, kernels.OUTPUTS, steps, kernels.STEP)
         packed.copy_(by_step.transpose(1, 2))
         self._weight, self.address = packed, packed.data_ptr()
-        self._scales = F.pad(scales, (0, len(whole) - self._outputs))
+        self._scales = F.pad(scales, (0, len(whole) - self.outputs))
         self.record = WeightRecord(kernels.OUTPUTS, kernels.OUTPUTS * UNIT, self._scales.data_ptr())
-        self.is_whole = len(whole) == self._outputs
-        self.nbytes = packed.numel() + 4 * self._outputs
+        self.is_whole = len(whole) == self.outputs
+        self.nbytes = packed.numel() + 4 * self.outputs
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x @ weight.T + bias`, float32, with x rounded to 16 bits."""
@@ -54,7 +54,7 @@ class WidenedWeight:
 
         if not x.is_contiguous():
             x = x.contiguous()
-        rows, outputs, blocks = x.numel() // self.k, self._outputs, len(self._weight)
+        rows, outputs, blocks = x.numel() // self.k, self.outputs, len(self._weight)
         tiles, columns = whole_tiles(rows), len(self._scales)
         is_whole = tiles == rows and outputs == columns
         sizes = (*x.shape[:-1], outputs) if is_whole else (tiles, columns)
