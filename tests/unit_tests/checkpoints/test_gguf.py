@@ -263,3 +263,92 @@ def test_values_are_those_of_the_gguf_package(kind: gguf.GGMLQuantizationType, d
 def test_a_format_that_nobody_reads():
     with pytest.raises(NotImplementedError):
         dequantise(random_rows(Q.Q8_1, 1, 1), Q.Q8_1, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "changes", "message"),
+    [
+        ("qwen3-experts", "qwen3moe", {"expert_count": 2**31}, "expert_count = .* any model has"),
+        (
+            "qwen3-experts",
+            "qwen3moe",
+            {"expert_count": 5},
+            r"'blk.0.ffn_gate_inp.weight' .*\[5, 64",
+        ),
+        (
+            "qwen3-experts",
+            "qwen3moe",
+            {"expert_used_count": 9},
+            "= 9 is more than expert_count = 4",
+        ),
+        (
+            "qwen3-experts",
+            "qwen3moe",
+            {"expert_weights_norm": False},
+            "weights_norm = False is not",
+        ),
+        ("qwen3-experts", "qwen3moe", {"expert_gating_func": 2}, "expert_gating_func = 2 is not"),
+        (
+            "granite",
+            "granitehybrid",
+            {"ssm.group_count": 2},
+            "ssm.group_count = 2 is not supported",
+        ),
+        (
+            "granite",
+            "granitehybrid",
+            {"ssm.conv_kernel": 3},
+            "ssm.conv_kernel = 3 is not supported",
+        ),
+        ("granite", "granitehybrid", {"ssm.inner_size": 100}, "must divide ssm.inner_size = 100"),
+        (
+            "granite",
+            "granitehybrid",
+            {"ssm.state_size": 2**30},
+            "blk.0.ssm_conv1d.* the wrong shape",
+        ),
+        ("granite", "granitehybrid", {"attention.head_count_kv": [0, -1, 0]}, "a positive integer"),
+        ("granite", "granitehybrid", {"attention.head_count_kv": [0, 2]}, "has 2 numbers, but"),
+        (
+            "nemotron-h",
+            "nemotron_h",
+            {"feed_forward_length": [96] * 5},
+            "units in a layer of atten",
+        ),
+        ("nemotron of experts", "nemotron_h_moe", {"moe_latent_size": 8}, "moe_latent_size = 8 is"),
+    ],
+)
+def test_experts_and_hybrids_that_are_refused(
+    family: str, kind: str, changes: dict[str, Any], message: str, family_folder, hybrid_folder,
+    tmp_path,
+) -> None:  # fmt: skip
+    folder = family_folder(family) if family in FAMILIES else hybrid_folder(family)
+    a = open_model(folder).architecture
+    fields = {f"{kind}.{key}": value for key, value in changes.items()}
+    source: Any = open_model(write_gguf(tmp_path / "m.gguf", folder, kind, a, fields))
+    with pytest.raises(CheckpointError, match=message):
+        _ = source.checked_weights  # before any memory is taken
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("blk.1.ffn_up_exps.weight", None, "tensor 'blk.1.ffn_up_exps.weight' .* is missing"),
+        ("blk.1.ffn_up_exps.weight", np.zeros((4, 64, 40), np.float32), "has the wrong shape"),
+        ("blk.1.ffn_up_exps.weight", np.zeros((160, 64), np.float32), "has the wrong shape"),
+        ("blk.0.ssm_a", np.ones((8, 1), np.float32), "'blk.0.ssm_a' has numbers .* not negative"),
+        (
+            "blk.0.ssm_conv1d.weight",
+            np.zeros((160, 3), np.float32),
+            "'blk.0.ssm_conv1d.* the wrong",
+        ),
+    ],
+)
+def test_tensors_of_experts_and_hybrids_that_do_not_fit(
+    name: str, data: Any, message: str, hybrid_folder, tmp_path
+) -> None:
+    folder = hybrid_folder("granite-moe")
+    a = open_model(folder).architecture
+    path = write_gguf(tmp_path / "m.gguf", folder, "granitehybrid", a, tensors={name: data})
+    with pytest.raises(CheckpointError, match=message):
+        load_model(path, torch.float32, CPU)
