@@ -148,8 +148,8 @@ class CompiledLayers:
         states, step = (0, 0) if found is None else (each.ctypes.data for each in found[1:])
         keys, _ = view.keys_and_values(0)
         cos, sin, tiles = view.rotary.cos, view.rotary.sin, whole_tiles(rows)
-        outputs = int(table[:, columns.FIRST_OUTPUTS].max())  # sync-ok: NumPy
-        inputs = int(table[:, columns.INPUTS].max())  # sync-ok: NumPy
+        outputs = int(table[:, columns.FIRST_OUTPUTS].max())
+        inputs = int(table[:, columns.INPUTS].max())
         heads = self._heads * self._dim
         parts = [4 * tiles * width for width in (hidden, outputs, max(heads, inputs), inputs)]
         # Of this call alone: two engines may share a model.

@@ -113,8 +113,8 @@ class RecurrentStepView(StepView, Protocol):
         norm. `params` are `MambaParams` or `DeltaParams`."""
 
     def recurrent_decoding(self) -> tuple[DecodeRows, Sequence[RecurrentPools]] | None:
-        """The rows of a step in which all rows decode, and the pools of each recurrent layer, for
-        who computes all layers at once; None: of other steps."""
+        """The rows of a step in which all rows decode, and the pools of each recurrent layer, to
+        compute all layers at once; None: of other steps."""
 
     def recurrent_gated(
         self, layer: int, projected: Tensor, params: MambaParams, norm_weight: Tensor

@@ -160,9 +160,9 @@ def attending(control: Any, first: Any, last: Any) -> None:  # pragma: no cover 
 def mixing(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
     """`(projected, outputs, y, normed, layer, step, eps, loop, norm_loop, record, scratch)`:
     `mamba_decode` of sequences first to last, their gated norm, and the rounding of their rows. eps
-    is the address of a float32; layer that of `OF_LAYER` addresses, of the parameters, the norm's
-    weight and the pools, and step that of `OF_STEP` numbers: where pool rows, positions and bases
-    are, whether rows are int64, and sizes and strides as `mamba_decode` takes them."""
+    is the address of a float32. At `layer` are `OF_LAYER` addresses, of the parameters, the norm's
+    weight and the pools; at `step` `OF_STEP` numbers: where pool rows, positions and bases are,
+    whether rows are int64, and sizes and strides as `mamba_decode` takes them."""
     outputs, y, normed = argument(control, 1), argument(control, 2), argument(control, 3)
     layer = carray(longs(argument(control, 4)), (OF_LAYER,))
     step = carray(longs(argument(control, 5)), (OF_STEP,))
