@@ -311,9 +311,10 @@ def _product_tile(
     block_n: tl.constexpr,
 ) -> None:
     """The first `block_m` pairs of a tile times `block_n` rows of one expert's weight."""
-    x, x_stride, weight, out, pair_weights, pair_weights_stride, tile_pairs, pairs, kept, bias = (
-        tensors
-    )
+    (
+        x, x_stride, weight, out, pair_weights, pair_weights_stride, tile_pairs, pairs, kept, bias,
+        first_bias,
+    ) = tensors  # fmt: skip
     n: tl.constexpr = sizes[0]
     k: tl.constexpr = sizes[1]
     topk: tl.constexpr = sizes[2]
@@ -356,21 +357,24 @@ def _product_tile(
                 u = tl.load(cells + n * k + at, mask=cell_mask, other=0.0)
                 up_sums = tl.dot(v, tl.trans(u), up_sums, input_precision="ieee")
     is_weighted: tl.constexpr = (gated or squared) == as_trained
-    if is_weighted or bias is not None:
-        place = (pair // topk) * pair_weights_stride + pair % topk
-        share = tl.load(pair_weights + place, mask=real, other=0.0)
     if bias is not None:
-        added = tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
+        biases = bias + first_bias + column
+        added = tl.load(biases, mask=column < n, other=0.0).to(tl.float32)[None, :]
         # What was weighted before the second product takes its weighted bias.
-        sums += added if is_weighted or gated or squared else added * share[:, None]
+        if not (is_weighted or gated or squared):
+            place = (pair // topk) * pair_weights_stride + pair % topk
+            added = added * tl.load(pair_weights + place, mask=real, other=0.0)[:, None]
+        sums += added
         if gated:
-            further = tl.load(bias + n + column, mask=column < n, other=0.0).to(tl.float32)
+            further = tl.load(biases + n, mask=column < n, other=0.0).to(tl.float32)
             up_sums += further[None, :]
     if as_trained:
         sums = round_to(sums, out.dtype.element_ty)
         up_sums = round_to(up_sums, out.dtype.element_ty)
     sums = activated_sums(sums, up_sums, gating, squared)
     if is_weighted:
+        place = (pair // topk) * pair_weights_stride + pair % topk
+        share = tl.load(pair_weights + place, mask=real, other=0.0)
         sums = sums * share[:, None]
     target = out + pair.to(tl.int64)[:, None] * n + column[None, :]
     tl.store(target, sums.to(out.dtype.element_ty), mask=is_row & (column < n)[None, :])
@@ -453,12 +457,9 @@ def grouped_product_kernel(
             own = weight + expert * (height * width)
             of_expert = kept_of_matrix(kept, expert, height, k, form)
         tile_pairs = sorted_pairs + tile * block_m
-        own_bias = bias
-        if bias is not None:
-            own_bias = bias + expert * height
         tensors = (
             x, x_stride, own, out, pair_weights, pair_weights_stride, tile_pairs, pairs, of_expert,
-            own_bias,
+            bias, expert * height,
         )  # fmt: skip
         sizes: tl.constexpr = (
             n, k, topk, pairs_per_row, block_k, gating, squared, as_trained, form, shares, overlap

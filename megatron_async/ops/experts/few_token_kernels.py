@@ -223,14 +223,14 @@ def _activated_rows(
     count: tl.tensor,
     n: tl.constexpr,
     sizes: tl.constexpr,
-    bias: tl.tensor | None,
+    biases: tl.tuple,
     scales: tl.tensor,
     first: tl.tensor,
     form: tl.constexpr,
 ) -> None:
-    """A row of x times `count` rows of a weight, from `start` on, their `bias` from there on, and
-    the activation; the up row of each, if there is a gating, is `n` rows behind it. A weight with a
-    `form` has `scales`, and the rows are those from the `first` on."""
+    """A row of x times `count` rows of a weight, from `start` on, their `biases` (or None, and where
+    they begin), and the activation; the up row of each, if there is a gating, is `n` rows behind
+    it. A weight with a `form` has `scales`, and the rows are those from the `first` on."""
     k: tl.constexpr = sizes[0]
     block_n: tl.constexpr = sizes[1]
     block_k: tl.constexpr = sizes[2]
@@ -238,6 +238,7 @@ def _activated_rows(
     gating: tl.constexpr = sizes[4]
     gated: tl.constexpr = gating is not None
     overlap: tl.constexpr = sizes[5]
+    bias, first_bias = biases
     for turn in range(tl.cdiv(count, block_n)):
         here = tl.minimum(count - turn * block_n, block_n)
         line, column = tl.arange(0, block_n), tl.arange(0, block_k)
@@ -278,7 +279,7 @@ def _activated_rows(
             y = y * stored_scale(tl.load(row_scales))
             ups = ups * stored_scale(tl.load(up_scales))[:, None] if gated else ups
         if bias is not None:
-            at_bias = bias + turn * block_n + line
+            at_bias = bias + first_bias + turn * block_n + line
             y += tl.load(at_bias, mask=line < here, other=0.0).to(tl.float32)
         if gated:
             up = tl.sum(ups, 1)
@@ -355,7 +356,9 @@ def few_up_kernel(
         await_previous(overlap)
         row = x + token * x_stride
         target = shared_activated + token * shared_ffn + begin
-        _activated_rows(row, start, target, own, shared_ffn, sizes, None, of_shared, begin, form)
+        _activated_rows(
+            row, start, target, own, shared_ffn, sizes, (None, 0), of_shared, begin, form
+        )
     else:
         pair = (program - shared) % (tokens * topk)
         tile = (program - shared) // (tokens * topk)
@@ -376,10 +379,8 @@ def few_up_kernel(
                 groups: tl.constexpr = (hidden + covers - 1) // covers
                 grid: tl.constexpr = (halves * ffn + form.rows - 1) // form.rows * groups
                 of_experts += expert.to(tl.int64) * grid
-            bias = bias1
-            if bias1 is not None:
-                bias = bias1 + expert.to(tl.int64) * (halves * ffn) + first
-            _activated_rows(row, source, target, rest, ffn, sizes, bias, of_experts, first, form)
+            biases = bias1, expert.to(tl.int64) * (halves * ffn) + first
+            _activated_rows(row, source, target, rest, ffn, sizes, biases, of_experts, first, form)
 
 
 @triton.jit

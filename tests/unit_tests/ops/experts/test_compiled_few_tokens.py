@@ -2,17 +2,28 @@
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_async.ops.experts.expert_plan import UP_REGISTERS, LayerShape, plan_few_tokens
+from megatron_async.ops.experts import expert_mlp, few_tokens
+from megatron_async.ops.experts.expert_plan import (
+    BY_HEIGHT,
+    UP_REGISTERS,
+    LayerShape,
+    plan_few_tokens,
+)
+from megatron_async.ops.experts.expert_routing import Routing
+from megatron_async.ops.experts.expert_sort import SortedPairs
 from megatron_async.ops.experts.few_token_kernels import few_down_kernel, few_up_kernel
 from megatron_async.ops.linear.activations import SWIGLU
 from megatron_async.ops.linear.row_tiles import TILE_BYTES
+from tests.support.compiled_kernels import record
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -90,3 +101,34 @@ def test_all_weights_are_asked_for_before_the_first_product(shape, tmp_path):
     each_warp = plan.down_rows * units // plan.down_warps
     assert loads_before_products(code) == [plan.down_depth * each_warp]
     assert spilled == 0
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_compile_with_biases_and_without(
+    has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An argument that is None can be given on, but be no variable, which the interpreter does not
+    show."""
+    kernels = (
+        (expert_mlp, "grouped_product_kernel"), (expert_mlp, "combine_kernel"),
+        (few_tokens, "few_up_kernel"), (few_tokens, "few_down_kernel"),
+        (few_tokens, "norm_logits_kernel"),
+    )  # fmt: skip
+    recorders = record(monkeypatch, *kernels)
+    pairs = SortedPairs(*(torch.zeros(99, dtype=torch.int32) for _ in range(3)))
+    monkeypatch.setattr(expert_mlp, "sort_pairs", lambda *_: pairs)
+    x, fc1, fc2 = (
+        torch.zeros(shape, dtype=torch.bfloat16) for shape in ((1, 64), (4, 96, 64), (4, 64, 48))
+    )
+    biases = [torch.zeros(shape, dtype=x.dtype) for shape in ((4,), (4, 96), (4, 64))]
+    logits, *more = biases if has_bias else (None, None, None)
+    routing = Routing(torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 2))
+    expert_mlp.expert_mlp_by_plan(x, routing, fc1, fc2, 0, BY_HEIGHT[16], False, *more)
+    layer = few_tokens.ExpertLayer(x[:1].expand(4, 64).contiguous(), fc1, fc2, 2)
+    layer = replace(layer, logit_bias=logits, bias1=more[0], bias2=more[1])
+    plan = plan_few_tokens(1, layer.shape)
+    few_tokens.few_token_experts_gpu(x, layer, plan)
+    launches = [launch for recorder in recorders for launch in recorder.launches]
+    assert len(launches) == 6
+    for launch in launches:
+        assert launch.compiled().asm["cubin"]
