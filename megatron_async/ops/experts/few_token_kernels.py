@@ -228,9 +228,9 @@ def _activated_rows(
     first: tl.tensor,
     form: tl.constexpr,
 ) -> None:
-    """A row of x times `count` rows of a weight, from `start` on, their `biases` (or None, and where
-    they begin), and the activation; the up row of each, if there is a gating, is `n` rows behind
-    it. A weight with a `form` has `scales`, and the rows are those from the `first` on."""
+    """A row of x times `count` rows of a weight, from `start` on, their `biases` (or None, and the
+    first one's place), and the activation; the up row of each, if there is a gating, is `n` rows
+    behind it. A weight with a `form` has `scales`, and the rows are those from the `first` on."""
     k: tl.constexpr = sizes[0]
     block_n: tl.constexpr = sizes[1]
     block_k: tl.constexpr = sizes[2]
