@@ -182,7 +182,6 @@ def test_an_engine_of_the_mode_has_no_kernel_of_another_order():
         (facts, "nemotron-3-nano-30b", {}),
         (facts, "qwen3-next-80b", {}),
         (facts, "tiny", {"speculative_method": "ngram", "choices": "shipped"}),
-        (facts, "llama-3.2-1b", {"attention_backend": "warpgroup"}),
     ]
     command = [sys.executable, "-c", FOUND, json.dumps(wanted)]
     done = subprocess.run(command, capture_output=True, text=True)
