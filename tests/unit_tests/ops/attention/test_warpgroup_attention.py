@@ -222,14 +222,18 @@ def test_tiles_that_do_not_exist(emulated):
         attend(batch, batch.rows(), tile)
 
 
-def compiled(dim, block_size, group, divides, part=0, is_narrow=False):
+def compiled(dim, block_size, group, divides, part=0, is_narrow=False, window=0):
+    """With a window there are sinks too."""
     tile = warpgroup_tile_of(dim, block_size, 128 if divides else 8192, part > 0, is_narrow)
     constants = {
         "block_size": block_size, "group": group, "kv_heads": 8, "divides": divides,
         "dim": dim, "key_tile": tile.keys,
         "warpgroups": tile.warpgroups, "stages": tile.stages, "registers": tile.registers,
-        "in_turns": tile.in_turns, "part": part, "is_settled": True, "overlap": True,
+        "in_turns": tile.in_turns, "part": part, "window": window,
+        "is_settled": True, "overlap": True,
     }  # fmt: skip
+    if not window:
+        constants["sinks"] = None
     block = f"tensordesc<bf16[{tile.keys}, {dim}],{IN_SHARED_MEMORY.value!r}>"
     if is_narrow:
         block = f"tensordesc<i32[{tile.keys}, {dim // 4}],{words_in_shared_memory(dim)!r}>"
@@ -237,7 +241,9 @@ def compiled(dim, block_size, group, divides, part=0, is_narrow=False):
         constants["scales"] = None
     types = {"key_chunks": block, "value_chunks": block, "scale": "fp32"}
     types |= dict.fromkeys(("tables", "units", "arrived"), "*i32")
-    types |= dict.fromkeys(("part_output", "part_maximum", "part_total", "scales"), "*fp32")
+    types |= dict.fromkeys(
+        ("part_output", "part_maximum", "part_total", "scales", "sinks"), "*fp32"
+    )
     types |= dict.fromkeys(("table_stride", "slots"), "i32")
     names = warpgroup_attention_kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
@@ -261,18 +267,23 @@ KINDS = [(False, 0), (True, 0), (False, 256)]
 
 @compiles
 @pytest.mark.parametrize(
-    ("dim", "block_size", "group", "divides", "part", "is_narrow"),
-    [(*size, *kind, False) for size in SIZES for kind in KINDS] + [(128, 256, 4, False, 0, True)],
+    ("dim", "block_size", "group", "divides", "part", "is_narrow", "window"),
+    [
+        *((*size, *kind, False, 0) for size in SIZES for kind in KINDS),
+        (128, 256, 4, False, 0, True, 0),
+        *((*SIZES[n], False, part, False, 128) for n in (0, 3) for part in (0, 256)),
+    ],
 )
 def test_weights_are_computed_beside_a_product(
-    dim, block_size, group, divides, part, is_narrow, tmp_path
+    dim, block_size, group, divides, part, is_narrow, window, tmp_path
 ):
     """Break it: no second wait for the values, which are there; tiles that are widened by halves of
     words (which spills)."""
-    tile, kernel = compiled(dim, block_size, group, divides, part, is_narrow)
+    tile, kernel = compiled(dim, block_size, group, divides, part, is_narrow, window)
     assert kernel.metadata.shared <= 227 * 1024
     assert spilled_bytes(kernel.asm, tmp_path) <= 32
-    loops = 2 * tile.warpgroups  # with a mask and without
+    # With a mask and without, and where a window begins.
+    loops = (3 if window else 2) * tile.warpgroups
     text = instructions(kernel, tmp_path)
     # From the end of the scores' product to the end of the values'.
     between = re.findall(
