@@ -12,6 +12,7 @@ LENGTHS = [1, 63, 64, 65, 128, 129, 0, 330]
 """At, below and above the borders of blocks and of windows."""
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize(
     ("window", "softcap", "has_sinks", "block_size", "dim"),
