@@ -13,6 +13,7 @@ from megatron_async.models.step_view import StepView
 from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.linear.qkv_places import QkvPlaces
+from megatron_async.ops.linear.rounded_rows import RoundedRows
 
 
 class PagedStepView(StepView):
@@ -72,6 +73,7 @@ class PagedStepView(StepView):
         scale: float | None = None,
         has_gate: bool = False,
         sinks: Tensor | None = None,
+        rounded: RoundedRows | None = None,
     ) -> Tensor:
         key_cache, value_cache = self.kv_cache.layer(layer)
         rotary = self.rotary.of(layer)
@@ -89,7 +91,7 @@ class PagedStepView(StepView):
             has_gate,
             self.kv_cache.scales_of_layer(layer),
         )
-        attended = self.attend(layer, query, scale, sinks)
+        attended = self.attend(layer, query, scale, sinks, rounded)
         if not has_gate:
             return attended
         return self.ops.output_gate(attended, mixed_qkv, key_cache.size(-2))
@@ -116,11 +118,17 @@ class PagedStepView(StepView):
         query: Tensor,
         scale: float | None = None,
         sinks: Tensor | None = None,
+        rounded: RoundedRows | None = None,
     ) -> Tensor:
         scale = query.size(-1) ** -0.5 if scale is None else scale
         cache = self.kv_cache
         scales = cache.scales_of_layer(layer)
-        return self.backend(layer).attend(query, *cache.layer(layer), scale, scales, sinks)
+        layer_cache = cache.layer(layer)
+        return self.backend(layer).attend(query, *layer_cache, scale, scales, sinks, rounded)
+
+    @override
+    def may_round(self, layer: int) -> bool:
+        return self.backend(layer).may_round
 
     def is_static_batching(self) -> bool:
         """Never: the batch changes from step to step."""

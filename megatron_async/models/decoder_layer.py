@@ -18,6 +18,7 @@ from megatron_async.models.linear import InferenceColumnParallelLinear
 from megatron_async.models.norm import factors_of, set_norm
 from megatron_async.ops.linear.activations import SWIGLU, Gating
 from megatron_async.ops.linear.product_kernel import Activation
+from megatron_async.ops.linear.rounded_rows import RoundedRows
 from megatron_async.ops.linear.stream import Stream
 
 if TYPE_CHECKING:
@@ -26,13 +27,20 @@ if TYPE_CHECKING:
 
 def attention_layer(attention: Any, stream: Stream, view: StepView, may_split: bool) -> Stream:
     """Norm, qkv, rotary embedding and append; attention; projection and residual."""
-    context = attended(attention, stream, view)
-    return attention.linear_proj.add(context, stream, may_split)
+    proj, has_gate = attention.linear_proj, attention.config.attention_output_gate
+    is_ours = isinstance(attention.linear_qkv, InferenceColumnParallelLinear)
+    if is_ours and proj.takes_rounded and view.may_round(attention.kv_layer_index) and not has_gate:
+        rounded = proj.new_rounded(view.dims.tokens, stream)
+        context = attended(attention, stream, view, rounded)
+        return proj.add(Stream(context, rounded=rounded), stream, may_split)
+    return proj.add(attended(attention, stream, view), stream, may_split)
 
 
-def attended(attention: Any, stream: Stream, view: StepView) -> Tensor:
-    """Attention of a stream, `[rows, heads * dim]`, before the projection. Of another linear layer
-    than ours (TransformerEngine's) the stream has no norm left."""
+def attended(
+    attention: Any, stream: Stream, view: StepView, rounded: RoundedRows | None = None
+) -> Tensor:
+    """Attention of a stream, `[rows, heads * dim]`, before the projection; of `rounded` the codes.
+    Of another linear layer than ours (TransformerEngine's) the stream has no norm left."""
     qkv, layer, config = attention.linear_qkv, attention.kv_layer_index, attention.config
     q_norm, k_norm = attention.q_layernorm, attention.k_layernorm
     scale, has_gate, places = config.softmax_scale, config.attention_output_gate, None
@@ -45,12 +53,13 @@ def attended(attention: Any, stream: Stream, view: StepView) -> Tensor:
         product = qkv(stream.value[:, None])[0].squeeze(1)
     sinks = attention.sinks
     if places is not None:
-        return view.attend(layer, product, scale, sinks).flatten(1)
+        return view.attend(layer, product, scale, sinks, rounded).flatten(1)
     q_factors = None if q_norm is None else factors_of(q_norm)
     k_factors = None if k_norm is None else factors_of(k_norm)
     # With sequence parallelism rows of padding stand behind the step's tokens.
     mixed = product[: view.dims.tokens]
-    return view.attention(layer, mixed, q_factors, k_factors, scale, has_gate, sinks).flatten(1)
+    given = scale, has_gate, sinks, rounded
+    return view.attention(layer, mixed, q_factors, k_factors, *given).flatten(1)
 
 
 def mlp_layer(mlp: Any, stream: Stream, view: StepView, may_split: bool) -> Stream:
@@ -60,7 +69,9 @@ def mlp_layer(mlp: Any, stream: Stream, view: StepView, may_split: bool) -> Stre
         activation = activation_of(mlp.gating)
         choice = fc1.choose(stream, activation=activation, rounded=True)
         if choice.met.rounded:
-            return fc2.add(fc1.rounded_product(stream, choice, fc2.operand), stream, may_split)
+            rounded = fc2.new_rounded(fc1.rows_of(stream), stream)
+            rows = Stream(fc1.product(stream, choice, rounded=rounded), rounded=rounded)
+            return fc2.add(rows, stream, may_split)
     return fc2.add(activated(mlp, stream), stream, may_split)
 
 

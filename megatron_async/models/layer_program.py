@@ -23,7 +23,7 @@ from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.linear.product_kernel import new_sums
 from megatron_async.ops.linear.products import Choice, choose_for
 from megatron_async.ops.linear.qkv_places import QkvPlaces
-from megatron_async.ops.linear.quantised_weight import QuantisedWeight
+from megatron_async.ops.linear.quantised_weight import BLOCK, QuantisedWeight
 from megatron_async.ops.linear.rounded_rows import RoundedRows
 from megatron_async.ops.linear.stream import Stream
 
@@ -151,20 +151,27 @@ class NotedView:
         other = self._others.get(layer)
         return self._rotated if other is None else other.cos.size(1)
 
-    def attend(self, layer: int, query: Tensor, *_: Any) -> Tensor:
+    def may_round(self, layer: int) -> bool:
+        """Whether attention rounds its rows."""
+        return self.dims.is_decode_only and self._config.kv_channels == BLOCK
+
+    def attend(
+        self, layer: int, query: Tensor, scale: Any = None, sinks: Any = None, rounded: Any = None
+    ) -> Tensor:
         """Attention of rotated queries."""
-        self._ops.notes.append("attention")
+        self._ops.notes.append("attention" if rounded is None else "attention + rounding")
         return query
 
     def attention(
         self, layer: int, mixed_qkv: Tensor, q_norm: Any, k_norm: Any, scale: Any, has_gate: bool,
-        sinks: Any,
+        sinks: Any, rounded: Any = None,
     ) -> Tensor:  # fmt: skip
         """q/k norms, rope, append and attention."""
         norms = "q/k norms + " if q_norm is not None else ""
         self._ops.notes.append(f"{norms}{'rope + ' if self._rotated_of(layer) else ''}append")
         heads, dim = self._config.num_attention_heads, self._config.kv_channels
-        attended = self.attend(layer, mixed_qkv.new_empty((len(mixed_qkv), heads, dim)))
+        query = mixed_qkv.new_empty((len(mixed_qkv), heads, dim))
+        attended = self.attend(layer, query, rounded=rounded)
         if has_gate:
             self._ops.notes.append("output gate")
         return attended

@@ -123,12 +123,10 @@ class InferenceColumnParallelLinear(ColumnParallelLinear, SharedLinear):
             rounded=rounded,
         )
 
-    def rounded_product(self, stream: Stream, choice: Choice, after: QuantisedWeight) -> Stream:
-        """`product`, whose rows are in FP8 for the product by a weight `after` it."""
+    def rows_of(self, stream: Stream) -> int:
+        """Rows of the product of a stream."""
         ranks = self.collectives.size if self.sequence_parallel else 1
-        rows, k = stream.rows.size(-2) * ranks, after.size(1)
-        rounded = new_rounded(rows, k, stream.rows.device, ROWS, after.input_scale)
-        return Stream(self.product(stream, choice, rounded=rounded), rounded=rounded)
+        return stream.rows.size(-2) * ranks
 
     def product(
         self,
@@ -173,6 +171,12 @@ class InferenceRowParallelLinear(RowParallelLinear, SharedLinear):
     def takes_rounded(self) -> bool:
         """Whether products of this layer take rows in FP8."""
         return takes_rounded(self.operand, self.ops.major)
+
+    def new_rounded(self, rows: int, stream: Stream) -> RoundedRows:
+        """A place for rows in FP8, of a layer that takes them, on the device of a stream."""
+        weight = self.operand
+        assert isinstance(weight, QuantisedWeight), "see takes_rounded"
+        return new_rounded(rows, weight.size(1), stream.rows.device, ROWS, weight.input_scale)
 
     def choose(
         self, x: Tensor, stream: Stream, may_split: bool = False, squares: int = 0

@@ -12,6 +12,7 @@ from megatron_async.models.step_routing import StepRouting
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.linear.qkv_places import QkvPlaces
+from megatron_async.ops.linear.rounded_rows import RoundedRows
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
 from megatron_async.ops.recurrent.recurrent_pools import DecodeRows, RecurrentPools
 
@@ -72,6 +73,7 @@ class StepView(Protocol):
         scale: float | None = None,
         has_gate: bool = False,
         sinks: Tensor | None = None,
+        rounded: RoundedRows | None = None,
     ) -> Tensor:
         """q/k norm, rotary embedding, KV append and causal attention of one layer.
 
@@ -84,10 +86,14 @@ class StepView(Protocol):
             has_gate: `mixed_qkv` has the gates of the output after each KV head's query heads, and
                 the output is multiplied by the sigmoids of the gates.
             sinks: float32 `[heads]`, scores that take part in the softmax and have no value.
+            rounded: where rows go in FP8, if they `may_round` and there is no gate.
 
         Returns:
-            `[tokens, heads, dim]`.
+            `[tokens, heads, dim]`; of `rounded` the codes.
         """
+
+    def may_round(self, layer: int) -> bool:
+        """Whether attention of one layer can round its rows to FP8 for the next product."""
 
     def qkv_places(self, layer: int) -> QkvPlaces | None:
         """Where a product by the layer's qkv weight may put its outputs itself, if the layer has
@@ -99,9 +105,10 @@ class StepView(Protocol):
         query: Tensor,
         scale: float | None = None,
         sinks: Tensor | None = None,
+        rounded: RoundedRows | None = None,
     ) -> Tensor:
         """Causal attention of rotated queries `[tokens, heads, dim]`, whose keys and values are in
-        the cache; shape, dtype and device of `query`."""
+        the cache; shape, dtype and device of `query`; of `rounded` the codes."""
 
 
 class RecurrentStepView(StepView, Protocol):

@@ -36,6 +36,7 @@ from megatron_async.ops.attention.join_parts import (
     join_kernel,
     join_one,
     join_parts,
+    store_output,
     weigh_tile,
 )
 from megatron_async.ops.attention.narrow_cache import check_dtypes
@@ -52,6 +53,8 @@ from megatron_async.ops.dependent_launch import (
     let_next_start,
     wait_for_previous,
 )
+from megatron_async.ops.linear.quantised_weight import BLOCK
+from megatron_async.ops.linear.rounded_rows import RoundedRows
 
 HEAD_TILE = 16
 """Query heads are padded to this many, the smallest tile of the matrix units."""
@@ -109,6 +112,7 @@ def paged_decode_attention(
     scales: Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
+    rounded: RoundedRows | None = None,
 ) -> None:
     """Attention of decode rows over the paged cache; their lengths are those of the schedule, and
     so is the window.
@@ -133,12 +137,16 @@ def paged_decode_attention(
             writes. Then both run at the same time, and this one ends behind the other.
         scales: of caches in e4m3 (`narrow_cache.py`).
         sinks, softcap: of `TorchPagedAttention`.
+        rounded: rows for a product in FP8, of which `out` is a view of the codes; heads of 128.
 
     Raises:
         ValueError: shapes, dtypes or strides that the kernel cannot serve.
     """
     schedule = workspace.schedule
-    _check(query, key_cache, value_cache, block_tables, workspace, out, positions, scales)
+    _check(query, key_cache, value_cache, block_tables, workspace, out, positions, scales, rounded)
+    rounding: tuple[Tensor | None, int | None, Tensor | None] = (None, None, None)
+    if rounded is not None:
+        rounding = rounded.scales, rounded.scales.size(1), rounded.input_scale
     tokens, heads, dim = query.shape
     rows = len(block_tables)
     width = tokens // rows
@@ -160,6 +168,7 @@ def paged_decode_attention(
         query if scales is None else scales,
         sinks,
         out,
+        *rounding,
         workspace.output,
         workspace.maximum,
         workspace.total,
@@ -192,7 +201,9 @@ def paged_decode_attention(
         workspace.maximum,
         workspace.total,
         schedule.splits,
+        query,
         out,
+        *rounding,
         sinks,
         units,
         heads=heads * width,
@@ -224,6 +235,7 @@ def _check(
     out: Tensor,
     positions: Tensor | None,
     scales: Tensor | None,
+    rounded: RoundedRows | None,
 ) -> None:
     """Raise on arguments that would read or write the wrong memory."""
     tokens, heads, dim = query.shape
@@ -265,7 +277,15 @@ def _check(
             f"contiguous int64 [{tokens}]."
         )
     check_dtypes("paged_decode_attention", query.dtype, key_cache, value_cache, scales)
-    if out.dtype != query.dtype or block_tables.dtype != torch.int32:
+    dtype = query.dtype
+    if rounded is not None:
+        dtype = rounded.codes.dtype
+        if dim != BLOCK or out.data_ptr() != rounded.codes.data_ptr():
+            raise ValueError(
+                f"paged_decode_attention: heads of {dim} elements are not rounded, {BLOCK} are, "
+                "in the memory of the rounded rows."
+            )
+    if out.dtype != dtype or block_tables.dtype != torch.int32:
         raise ValueError(
             f"paged_decode_attention: query and output must have one dtype and block tables int32; "
             f"found {query.dtype}, {out.dtype} and {block_tables.dtype}."
@@ -278,7 +298,7 @@ def _check(
         )
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "scale_stride"])
 def _parts_kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -292,6 +312,9 @@ def _parts_kernel(
     scales: tl.tensor,
     sinks: tl.tensor,
     out: tl.tensor,
+    rounded_scales: tl.tensor,
+    scale_stride: tl.tensor,
+    input_scale: tl.tensor,
     part_output: tl.tensor,
     part_maximum: tl.tensor,
     part_total: tl.tensor,
@@ -490,7 +513,11 @@ def _parts_kernel(
             result = gathered / tl.maximum(total, 1e-30)[:, None]
             if narrow:
                 result *= value_scale
-            tl.store(out + row * heads * dim + place, result.to(out.dtype.element_ty), mask=inside)
+            store_output(
+                out + row * heads * dim + place, result, inside, row * heads + head, is_member,
+                (rounded_scales, scale_stride, input_scale), heads // width,
+                query.dtype.element_ty,
+            )  # fmt: skip
         else:
             if joins:
                 first_slot, parts = tl.load(splits + row * 2), tl.load(splits + row * 2 + 1)
@@ -512,8 +539,11 @@ def _parts_kernel(
                     )  # fmt: skip
                     if narrow:
                         result *= value_scale
-                    target = out + row * heads * dim + place
-                    tl.store(target, result.to(out.dtype.element_ty), mask=inside)
+                    store_output(
+                        out + row * heads * dim + place, result, inside, row * heads + head,
+                        is_member, (rounded_scales, scale_stride, input_scale), heads // width,
+                        query.dtype.element_ty,
+                    )  # fmt: skip
     if is_beside and tl.program_id(1) == tl.num_programs(1) - 1:
         # A kernel behind this one waits for the one before too. The last programs' wait is enough;
         # if all waited, they would keep processors from the programs that have yet to begin.

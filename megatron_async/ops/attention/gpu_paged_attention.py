@@ -11,6 +11,8 @@ from megatron_async.ops.attention.backends.base import AttentionShape, PrefillBa
 from megatron_async.ops.attention.backends.selection import PrefillChoice
 from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
+from megatron_async.ops.linear.quantised_weight import BLOCK
+from megatron_async.ops.linear.rounded_rows import RoundedRows
 
 if TYPE_CHECKING:
     from megatron_async.ops.batch_dimensions import BatchDimensions
@@ -50,6 +52,7 @@ class GpuPagedAttention(TorchPagedAttention):
     ) -> None:
         decode, self._decode_tokens = dims.decode_rows, dims.decode_tokens
         self._backend = None
+        self.may_round = self._workspace.output.size(2) == BLOCK and dims.is_decode_only
         if dims.prefill_rows:
             assert prefill_starts is not None
             self._backend = self._choice.pick(dims.max_query_length, decode > 0)
@@ -79,17 +82,21 @@ class GpuPagedAttention(TorchPagedAttention):
         scale: float,
         scales: Tensor | None = None,
         sinks: Tensor | None = None,
+        rounded: RoundedRows | None = None,
     ) -> Tensor:
         decode, prefill = self._decode_tokens, self._backend
         if prefill is not None and not decode:
             return prefill.attend(query, key_cache, value_cache, scale, None, scales, sinks)
-        output = torch.empty_like(query)
+        if rounded is not None:
+            output = rounded.codes[: len(query)].view(query.shape)
+        else:
+            output = torch.empty_like(query)
         if prefill is not None:
             prefill.attend(query, key_cache, value_cache, scale, output, scales, sinks)
         if decode:
             # Behind the prefill rows, as a backend of theirs may write all tokens.
             rows = query[:decode], key_cache, value_cache, scale, output[:decode]
-            self._decode(*rows, scales, sinks)
+            self._decode(*rows, scales, sinks, rounded)
         return output
 
     @override
@@ -118,6 +125,7 @@ class GpuPagedAttention(TorchPagedAttention):
         out: Tensor,
         scales: Tensor | None,
         sinks: Tensor | None,
+        rounded: RoundedRows | None = None,
     ) -> None:
         paged_decode_attention(
             query,
@@ -135,4 +143,5 @@ class GpuPagedAttention(TorchPagedAttention):
             scales=scales,
             sinks=sinks,
             softcap=self._softcap,
+            rounded=rounded,
         )

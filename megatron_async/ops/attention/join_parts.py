@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from megatron_async.ops.dependent_launch import wait_for_previous
+from megatron_async.ops.linear.rounded_rows import round_blocks
 
 JOIN_AT_ONCE = 8
 """Parts of their own length that a row's last program asks for at once: one after another, 128 of
@@ -169,6 +170,31 @@ def join_parts(
 
 
 @triton.jit
+def store_output(
+    target: tl.tensor,
+    result: tl.tensor,
+    inside: tl.tensor,
+    nth: tl.tensor,
+    is_member: tl.tensor,
+    rounding: tl.tuple,
+    heads: tl.constexpr,
+    dtype: tl.constexpr,
+) -> None:
+    """Store the output of heads, float32 `[members, dim]`, of `dtype`; or, if there are scales in
+    `rounding`, as a product takes rows in FP8: heads of 128 are blocks. `nth`: of a token's `heads`
+    heads, those of all tokens end to end."""
+    scales, scale_stride, input_scale = rounding
+    if scales is None:
+        tl.store(target, result.to(dtype), mask=inside)
+    else:
+        value = result.to(dtype).to(tl.float32)
+        codes, found = round_blocks(value, input_scale, input_scale is not None)
+        tl.store(target, codes, mask=inside)
+        place = (nth % heads).to(tl.int64) * scale_stride + nth // heads
+        tl.store(scales + place, found, mask=is_member)
+
+
+@triton.jit
 def _split_of(
     splits: tl.tensor, unit: tl.tensor, units: tl.tensor, heads: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -178,13 +204,17 @@ def _split_of(
     return tl.load(split, mask=exists, other=-1), tl.load(split + 1, mask=exists, other=1)
 
 
-@triton.jit(do_not_specialize=["units"])
+@triton.jit(do_not_specialize=["scale_stride", "units"])
 def join_kernel(
     part_output: tl.tensor,
     part_maximum: tl.tensor,
     part_total: tl.tensor,
     splits: tl.tensor,
+    query: tl.tensor,
     out: tl.tensor,
+    rounded_scales: tl.tensor,
+    scale_stride: tl.tensor,
+    input_scale: tl.tensor,
     sinks: tl.tensor,
     units: tl.tensor,
     heads: tl.constexpr,
@@ -230,7 +260,11 @@ def join_kernel(
             if sinks is not None:
                 total = add_sink(total, maximum, tl.load(sinks + head % (heads // width)), 1.0)
             result = gathered / tl.maximum(total, 1e-30)
-            target = out + unit * dim + column
-            tl.store(target, result.to(out.dtype.element_ty), mask=column < dim)
+            store_output(
+                (out + unit * dim + column)[None, :], result[None, :], (column < dim)[None, :],
+                unit + tl.arange(0, 1), tl.full((1,), True, tl.int1),
+                (rounded_scales, scale_stride, input_scale), heads // width,
+                query.dtype.element_ty,
+            )  # fmt: skip
         unit += tl.num_programs(0)
         slot, parts = _split_of(splits, unit, units, heads)

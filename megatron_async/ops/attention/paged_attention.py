@@ -23,6 +23,7 @@ from megatron_async.ops.attention.narrow_cache import KEYS, VALUES, as_bytes, wi
 
 if TYPE_CHECKING:
     from megatron_async.ops.batch_dimensions import BatchDimensions
+    from megatron_async.ops.linear.rounded_rows import RoundedRows
 
 
 MASK_ALIGNMENT = 16
@@ -61,6 +62,8 @@ class TorchPagedAttention:
     """The choice at the start, with its reason, for the user; None if there was no choice."""
     prefill_backends: tuple[str, ...] = ()
     """Names of the chosen backends, by class of steps."""
+    may_round = False
+    """Whether this step's rows may be rounded to FP8: all decode, of heads of 128."""
 
     def __init__(
         self,
@@ -174,6 +177,7 @@ class TorchPagedAttention:
         scale: float,
         scales: Tensor | None = None,
         sinks: Tensor | None = None,
+        rounded: RoundedRows | None = None,
     ) -> Tensor:
         """Attention of one layer.
 
@@ -184,10 +188,12 @@ class TorchPagedAttention:
             scale: softmax scale.
             scales: of caches in e4m3 (`narrow_cache.py`).
             sinks: float32 `[heads]`, contiguous; None: there are none.
+            rounded: where rows go in FP8, for a product, if the step's `may_round`.
 
         Returns:
-            `[tokens, heads, dim]`.
+            `[tokens, heads, dim]`; of `rounded` the codes.
         """
+        assert rounded is None, "see may_round"
         output = torch.empty_like(query)
         if self._decode_tokens:
             tokens = slice(0, self._decode_tokens)

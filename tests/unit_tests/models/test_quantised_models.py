@@ -219,10 +219,11 @@ def test_kernels_are_compiled_for_the_same_layouts(tmp_path: Path) -> None:
         assert {layout.form.rounds_rows for layout in found.values()} == {rounds}
 
 
-def test_rows_of_an_activation_are_rounded_where_they_are_computed() -> None:
+def test_rows_are_rounded_where_they_are_computed() -> None:
     shape = "dummy:llama:layers=1,hidden=4096,heads=32,groups=8,head=128,ffn=14336,vocab=64"
     for rows, kernel in ((64, "streamed"), (256, "cuBLASLt")):
         program = model_program(open_model(shape), rows, rows, major=9, quantization="fp8")
+        assert "attention + rounding, proj (streamed" in program[1]
         assert f"norm + fc1 + SwiGLU + rounding ({kernel}, FP8), fc2 (streamed" in program[2]
 
 

@@ -14,6 +14,7 @@ from megatron_async.ops.cpu.rows import run_shares, serves
 
 if TYPE_CHECKING:
     from megatron_async.ops.batch_dimensions import BatchDimensions
+    from megatron_async.ops.linear.rounded_rows import RoundedRows
 
 LEAST_SHARED = 2**20
 """Elements of keys that decode rows read, counted for each query head, from which on threads share
@@ -151,8 +152,9 @@ class HostPagedAttention(TorchPagedAttention):
         scale: float,
         scales: Tensor | None = None,
         sinks: Tensor | None = None,
+        rounded: RoundedRows | None = None,
     ) -> Tensor:
-        output = super().attend(query, key_cache, value_cache, scale, scales, sinks)
+        output = super().attend(query, key_cache, value_cache, scale, scales, sinks, rounded)
         for start, rows in self._short:
             self._attend(rows, start, query, key_cache, value_cache, scale, output, sinks)
         return output

@@ -2,6 +2,7 @@
 
 import random
 from copy import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +10,12 @@ import torch
 from megatron_async.ops.attention import decode_schedule
 from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
 from megatron_async.ops.attention.join_parts import JOIN_CHUNK
+from megatron_async.ops.linear.quantised_weight import quantise_rows
+from megatron_async.ops.linear.rounded_rows import new_rounded
+from tests.unit_tests.ops.attention import decode_batch
 from tests.unit_tests.ops.attention.decode_batch import Batch, processors
 from tests.unit_tests.ops.attention.schedule_reference import decode_schedule_reference
+from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT
 
 SHAPES = [(3, 3, 64), (8, 4, 128), (2, 8, 64), (1, 1, 128), (4, 7, 80), (2, 5, 112)]
 """(KV heads, query heads of each, dimension)."""
@@ -169,6 +174,37 @@ def test_workspace_serves_layers_in_turn(is_full, device, monkeypatch):
             batch.out.fill_(float("nan"))
             batch.attend()
             batch.check(expected)
+
+
+@pytest.mark.parametrize(
+    ("count", "width", "part", "is_full", "scale"),
+    [
+        (1, 2, 0, False, None),  # whole rows
+        (40, 3, 0, False, 0.003),  # a second kernel joins
+        (40, 1, 0, True, None),  # the last program joins
+        (40, 1, PART, False, None),
+    ],
+)
+def test_rows_for_a_product_in_fp8(count, width, part, is_full, scale, device, monkeypatch):
+    """Rows that a kernel of their own would round, from the query's dtype."""
+    if is_full:
+        monkeypatch.setattr(decode_schedule, "FULL", 0)
+    batch = Batch(300, 3, 64, 2, 2, 128, EXACT_16_BIT[-1], device, count, width=width, part=part)
+    batch.refill([300, 5, 129])
+    batch.run()
+    plain = batch.out.flatten(1)
+    scale = None if scale is None else torch.tensor(scale, device=device)
+    rounded = new_rounded(3 * width, 4 * 128, torch.device(device), 4, scale)
+    batch.out = rounded.codes[: 3 * width].view(batch.out.shape)
+    attend = partial(paged_decode_attention, rounded=rounded)
+    monkeypatch.setattr(decode_batch, "paged_decode_attention", attend)
+    batch.run()
+    codes, scales = quantise_rows(plain, scale)
+    assert torch.equal(rounded.codes[: 3 * width].float(), codes.float())
+    assert torch.equal(rounded.scales[:, : 3 * width].T, scales)
+    batch.out = torch.empty_like(batch.out)
+    with pytest.raises(ValueError, match="in the memory of the rounded rows"):
+        batch.attend()
 
 
 def test_scores_far_from_zero(device):
