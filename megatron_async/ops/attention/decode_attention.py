@@ -54,7 +54,7 @@ from megatron_async.ops.dependent_launch import (
     wait_for_previous,
 )
 from megatron_async.ops.linear.quantised_weight import BLOCK
-from megatron_async.ops.linear.rounded_rows import RoundedRows
+from megatron_async.ops.linear.rounded_rows import RoundedRows, rounding_of
 
 HEAD_TILE = 16
 """Query heads are padded to this many, the smallest tile of the matrix units."""
@@ -144,9 +144,6 @@ def paged_decode_attention(
     """
     schedule = workspace.schedule
     _check(query, key_cache, value_cache, block_tables, workspace, out, positions, scales, rounded)
-    rounding: tuple[Tensor | None, int | None, Tensor | None] = (None, None, None)
-    if rounded is not None:
-        rounding = rounded.scales, rounded.scales.size(1), rounded.input_scale
     tokens, heads, dim = query.shape
     rows = len(block_tables)
     width = tokens // rows
@@ -168,7 +165,7 @@ def paged_decode_attention(
         query if scales is None else scales,
         sinks,
         out,
-        *rounding,
+        *rounding_of(rounded),
         workspace.output,
         workspace.maximum,
         workspace.total,
@@ -203,7 +200,7 @@ def paged_decode_attention(
         schedule.splits,
         query,
         out,
-        *rounding,
+        *rounding_of(rounded),
         sinks,
         units,
         heads=heads * width,
@@ -277,14 +274,11 @@ def _check(
             f"contiguous int64 [{tokens}]."
         )
     check_dtypes("paged_decode_attention", query.dtype, key_cache, value_cache, scales)
-    dtype = query.dtype
-    if rounded is not None:
-        dtype = rounded.codes.dtype
-        if dim != BLOCK or out.data_ptr() != rounded.codes.data_ptr():
-            raise ValueError(
-                f"paged_decode_attention: heads of {dim} elements are not rounded, {BLOCK} are, "
-                "in the memory of the rounded rows."
-            )
+    if rounded is not None and (dim != BLOCK or out.data_ptr() != rounded.codes.data_ptr()):
+        raise ValueError(
+            f"paged_decode_attention: heads of {BLOCK} are rounded, into `rounded`; found {dim}."
+        )
+    dtype = query.dtype if rounded is None else rounded.codes.dtype
     if out.dtype != dtype or block_tables.dtype != torch.int32:
         raise ValueError(
             f"paged_decode_attention: query and output must have one dtype and block tables int32; "
@@ -389,6 +383,8 @@ def _parts_kernel(
             place_of_token = positions + row * width + query_token
             visible = tl.load(place_of_token, mask=is_member, other=0) + 1
         place = head[:, None] * dim + column[None, :]
+        target, nth = out + row * heads * dim + place, row * heads + head
+        rounding = (rounded_scales, scale_stride, input_scale)
         q = tl.load(query + row * heads * dim + place, mask=inside, other=0.0)
         if narrow:
             if q.dtype == tl.bfloat16:
@@ -513,11 +509,7 @@ def _parts_kernel(
             result = gathered / tl.maximum(total, 1e-30)[:, None]
             if narrow:
                 result *= value_scale
-            store_output(
-                out + row * heads * dim + place, result, inside, row * heads + head, is_member,
-                (rounded_scales, scale_stride, input_scale), heads // width,
-                query.dtype.element_ty,
-            )  # fmt: skip
+            store_output(target, result, inside, nth, is_member, rounding, heads // width, query)
         else:
             if joins:
                 first_slot, parts = tl.load(splits + row * 2), tl.load(splits + row * 2 + 1)
@@ -540,10 +532,8 @@ def _parts_kernel(
                     if narrow:
                         result *= value_scale
                     store_output(
-                        out + row * heads * dim + place, result, inside, row * heads + head,
-                        is_member, (rounded_scales, scale_stride, input_scale), heads // width,
-                        query.dtype.element_ty,
-                    )  # fmt: skip
+                        target, result, inside, nth, is_member, rounding, heads // width, query
+                    )
     if is_beside and tl.program_id(1) == tl.num_programs(1) - 1:
         # A kernel behind this one waits for the one before too. The last programs' wait is enough;
         # if all waited, they would keep processors from the programs that have yet to begin.

@@ -178,12 +178,13 @@ def store_output(
     is_member: tl.tensor,
     rounding: tl.tuple,
     heads: tl.constexpr,
-    dtype: tl.constexpr,
+    query: tl.tensor,
 ) -> None:
-    """Store the output of heads, float32 `[members, dim]`, of `dtype`; or, if there are scales in
-    `rounding`, as a product takes rows in FP8: heads of 128 are blocks. `nth`: of a token's `heads`
-    heads, those of all tokens end to end."""
+    """Store the output of heads, float32 `[members, dim]`, in the query's dtype; or, if there are
+    scales in `rounding`, as a product takes rows in FP8: heads of 128 are blocks. `nth`: of a
+    token's `heads` heads, those of all tokens end to end."""
     scales, scale_stride, input_scale = rounding
+    dtype: tl.constexpr = query.dtype.element_ty
     if scales is None:
         tl.store(target, result.to(dtype), mask=inside)
     else:
@@ -263,8 +264,7 @@ def join_kernel(
             store_output(
                 (out + unit * dim + column)[None, :], result[None, :], (column < dim)[None, :],
                 unit + tl.arange(0, 1), tl.full((1,), True, tl.int1),
-                (rounded_scales, scale_stride, input_scale), heads // width,
-                query.dtype.element_ty,
+                (rounded_scales, scale_stride, input_scale), heads // width, query,
             )  # fmt: skip
         unit += tl.num_programs(0)
         slot, parts = _split_of(splits, unit, units, heads)

@@ -49,6 +49,13 @@ def new_rounded(
     )
 
 
+def rounding_of(rounded: RoundedRows | None) -> tuple[Tensor | None, int | None, Tensor | None]:
+    """Scales, their stride, and the scale of the rows, as kernels take them."""
+    if rounded is None:
+        return None, None, None
+    return rounded.scales, rounded.scales.size(1), rounded.input_scale
+
+
 def round_rows(x: Tensor, input_scale: Tensor | None, multiple: int = 1) -> RoundedRows:
     """Rows `[rows, k]` on a GPU, elements of a row adjacent, rounded as by `quantise_rows`."""
     rows, k = x.shape

@@ -20,7 +20,7 @@ from megatron_async.ops.linear.product_kernel import (
 )
 from megatron_async.ops.linear.quantised_weight import BLOCK, QuantisedWeight
 from megatron_async.ops.linear.rms_norm import add_rms_norm_rounded
-from megatron_async.ops.linear.rounded_rows import RoundedRows, round_rows
+from megatron_async.ops.linear.rounded_rows import RoundedRows, round_rows, rounding_of
 from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.linear.streamed import (
     LEAST_ROWS,
@@ -178,7 +178,7 @@ def multiply(
                 f"{plan.splits} shares are not rounded; tiles must be blocks of {BLOCK}."
             )
         out = rounded.codes[: len(given.rows)]
-        rounding = rounded.scales, rounded.scales.size(1), rounded.input_scale, given.rows
+        rounding = *rounding_of(rounded), given.rows
     return launch_streamed(
         x.codes[: len(given.rows)],
         weight.codes,

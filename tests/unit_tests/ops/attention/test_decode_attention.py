@@ -203,7 +203,7 @@ def test_rows_for_a_product_in_fp8(count, width, part, is_full, scale, device, m
     assert torch.equal(rounded.codes[: 3 * width].float(), codes.float())
     assert torch.equal(rounded.scales[:, : 3 * width].T, scales)
     batch.out = torch.empty_like(batch.out)
-    with pytest.raises(ValueError, match="in the memory of the rounded rows"):
+    with pytest.raises(ValueError, match="into `rounded`; found 128"):
         batch.attend()
 
 
