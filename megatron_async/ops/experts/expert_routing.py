@@ -55,7 +55,7 @@ class Routing:
     weights: Tensor
 
 
-@op
+@op(cpu="experts.cpu.host_routing")
 def route(
     x: Tensor,
     weight: Tensor,
@@ -88,7 +88,7 @@ def route(
     Raises:
         ValueError: shapes, dtypes or strides do not fit; a bias of softmax scores.
     """
-    _check(x, weight, topk, sigmoid, bias, logit_bias)
+    check(x, weight, topk, sigmoid, bias, logit_bias)
     logits = _logits(x, weight, logit_bias)
     scores = logits.sigmoid() if sigmoid else logits
     preferred = scores if bias is None else scores + bias
@@ -203,7 +203,7 @@ def _route(
     """`most`: parts of logits. `joins`: a program adds up the parts of its tokens."""
     tokens, hidden = x.shape
     experts = weight.size(0)
-    _check(x, weight, topk, sigmoid, bias, logit_bias)
+    check(x, weight, topk, sigmoid, bias, logit_bias)
     out = Routing(
         torch.empty((tokens, topk), dtype=torch.int32, device=x.device),
         torch.empty((tokens, topk), dtype=torch.float32, device=x.device),
@@ -265,7 +265,7 @@ def share_of_inputs(hidden: int, most: int = MAX_SPLITS) -> int:
     return triton.cdiv(steps, max(1, min(MAX_SPLITS, steps, most))) * BLOCK_K
 
 
-def _check(
+def check(
     x: Tensor,
     weight: Tensor,
     topk: int,
@@ -273,6 +273,7 @@ def _check(
     bias: Tensor | None,
     logit_bias: Tensor | None,
 ) -> None:
+    """Raise the errors of `route`."""
     if x.dim() != 2 or weight.dim() != 2 or x.size(1) != weight.size(1) or x.dtype != weight.dtype:
         raise ValueError(
             f"route: x must be [tokens, hidden] and weight [experts, hidden] of one dtype; found "

@@ -13,7 +13,8 @@ import numpy as np
 from numba import carray
 
 from megatron_async.ops.cpu.kept_loops import njit
-from megatron_async.ops.cpu.row_kernels import floats, longs, words
+from megatron_async.ops.cpu.row_kernels import REORDERS, floats, longs, words
+from megatron_async.ops.experts.expert_routing import LEAST_SUM, NO_EXPERT
 from megatron_async.ops.linear.cpu.group_rows import row_bytes
 from megatron_async.ops.linear.cpu.jobs import (
     ACTIVATE,
@@ -136,6 +137,71 @@ def expert_mlp(
                     total[i] += product[i] * part
 
 
+SOFTMAX_OF_CHOSEN, SOFTMAX_OF_ALL, SIGMOID = range(3)
+"""What weights are made of."""
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)
+def route(
+    addresses: Any, sizes: Any, dummy_place: Any, kind: Any, scale: Any
+) -> None:  # pragma: no cover - compiled
+    """`ops/experts/expert_routing.py`'s op by addresses: x, the router's weight and bias, the bias
+    of the choice, and places, 0 where there are none; chosen experts and their weights, written."""
+    x_at, weight_at, logit_bias_at, bias_at, places_at, chosen_at, shares_at = addresses
+    tokens, hidden, experts, topk, real = sizes
+    x, weight = carray(floats(x_at), (tokens, hidden)), carray(floats(weight_at), (experts, hidden))
+    logit_bias = carray(floats(logit_bias_at), (experts,))
+    bias, places = carray(floats(bias_at), (experts,)), carray(longs(places_at), (max(real, 1),))
+    chosen = carray(words(chosen_at), (tokens, topk))
+    shares = carray(floats(shares_at), (tokens, topk))
+    one, logits = np.float32(1), np.empty(experts, np.float32)
+    preferred = np.empty(experts, np.float32)
+    for token in range(tokens):
+        given = x[token]
+        for expert in range(experts):
+            row, total = weight[expert], np.float32(0)
+            for i in range(hidden):
+                total += given[i] * row[i]
+            if logit_bias_at != 0:
+                total += logit_bias[expert]
+            logits[expert] = preferred[expert] = total
+            if kind == SIGMOID:
+                logits[expert] = preferred[expert] = one / (one + np.exp(-total))
+            if bias_at != 0:
+                preferred[expert] += bias[expert]
+        own, part = chosen[token], shares[token]
+        for nth in range(topk):
+            best = -1
+            for expert in range(experts):
+                is_taken = False
+                for before in range(nth):
+                    is_taken |= own[before] == expert
+                if not is_taken and (best < 0 or preferred[expert] > preferred[best]):
+                    best = expert
+            own[nth], part[nth] = best, logits[best]
+        if kind == SIGMOID:
+            total = np.float32(LEAST_SUM)
+            for nth in range(topk):
+                total += part[nth]
+            for nth in range(topk):
+                part[nth] = (part[nth] / total if topk > 1 else part[nth]) * scale
+        else:
+            most, total = part[0], np.float32(0)
+            if kind == SOFTMAX_OF_ALL:
+                for expert in range(experts):
+                    total += np.exp(logits[expert] - most)
+            for nth in range(topk):
+                part[nth] = np.exp(part[nth] - most)
+                if kind == SOFTMAX_OF_CHOSEN:
+                    total += part[nth]
+            for nth in range(topk):
+                part[nth] = part[nth] / total * scale
+        if real >= 0 and (token >= real or places[token] == dummy_place):
+            for nth in range(topk):
+                own[nth], part[nth] = NO_EXPERT, 0
+
+
 def compile_loops() -> None:
-    """Compile `expert_mlp`, so that no first step does: without tokens it reads nothing."""
+    """Compile all, so that no first step does: without tokens they read nothing."""
     expert_mlp(0, NEVER, 1, (0,) * 7, (0,) * 4, (0,) * 10)
+    route((0,) * 7, (0, 1, 1, 1, -1), 0, SIGMOID, np.float32(1))
