@@ -53,7 +53,7 @@ COLUMNS = 64
 """Sums of a row that a warpgroup multiplies at once: a thread holds the products of two pieces, and
 all sums."""
 SWAPPED_ROWS = 32
-"""Most rows of a product whose weights are the matrix units' lines."""
+"""Most rows of a product whose weights are the matrix units' lines; more were not measured."""
 MOST_COLUMNS = 128
 """Sums of a row that one warpgroup has; two share more, of up to 64 rows."""
 BY_BLOCKS = Rounding("128 at a time, in order, of FP8", "rows")
