@@ -31,6 +31,7 @@ class Company:
         part: keys of a part of attention, to which lengths are chosen.
         vocabulary: of the model.
         drafts: what may draft: "ngram", "mtp", "fickle"; "": nothing does.
+        tables: block tables of a request.
         counts: events of all schedules.
     """
 
@@ -38,6 +39,7 @@ class Company:
     part: int
     vocabulary: int
     drafts: tuple[str, ...] = ("", "ngram", "fickle")
+    tables: int = 1
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -126,7 +128,7 @@ class Company:
             "max_requests": rows,
             "max_tokens": rows * (1 + count) + chooser.choice([part // 2 - 3, part + 2, 5 * part]),
             "block_size_tokens": block,
-            "num_kv_blocks": -(-longest // block) + chooser.choice([0, 1, 40]),
+            "num_kv_blocks": self.tables * -(-longest // block) + chooser.choice([0, 1, 40]),
             "paused_buffer_size_gb": chooser.choice([1e-9, None]),
             "enable_prefix_caching": chooser.random() < 0.7,
             "num_state_snapshots": 4,

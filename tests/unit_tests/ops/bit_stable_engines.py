@@ -61,6 +61,11 @@ ARCHITECTURES = {
         moe_shared_expert_gate=True, linear_num_key_heads=2, linear_num_value_heads=4,
         linear_key_head_dim=16, linear_value_head_dim=16, mtp_pattern="", mtp_num_depths=0,
     ),
+    "windows": replace(
+        QWEN, model_type="llama", num_layers=2, pattern="*-*-", qk_layernorm=False,
+        num_moe_experts=0, moe_shared_expert_intermediate_size=0, mtp_pattern="", mtp_num_depths=0,
+        sliding_window=24, window_attn_skip_freq=(1, 0), softmax_type="learnable",
+    ),
 }  # fmt: skip
 if not INTERPRETED:  # as wide as kernels of real models want
     wide = {"hidden_size": 512, "num_attention_heads": 8, "num_query_groups": 2, "kv_channels": 64}
@@ -104,13 +109,17 @@ def use_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _make_attention(
-    model: Any, config: Any, device: Device, max_blocks: int, choices: Any, first_key: int = 0
-) -> GpuPagedAttention:
+    model: Any, config: Any, device: Device, max_blocks: int, choices: Any, first_key: int = 0,
+    window: int = 0,
+) -> GpuPagedAttention:  # fmt: skip
     heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
     sizes = heads, groups, dim, config.block_size_tokens, max_blocks
-    shape = AttentionShape(*sizes, model.params_dtype, CPU, PART, config.has_fp8_cache)
+    shape = AttentionShape(
+        *sizes, model.params_dtype, CPU, PART, config.has_fp8_cache, window,
+        has_sinks=model.softmax_type != "vanilla",
+    )  # fmt: skip
     prefill = TritonPrefill(shape, first_key)
-    if not first_key:  # off a GPU it would divide no keys
+    if not first_key and not window:  # off a GPU it would divide no keys
         divided = PROCESSORS, PROGRAMS_A_PROCESSOR, PART
         schedule = PrefillSchedule(groups, heads // groups, QUERIES, dim, CPU, *divided)
         prefill._schedules = {QUERIES: schedule}

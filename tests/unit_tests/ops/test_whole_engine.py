@@ -28,7 +28,13 @@ from tests.unit_tests.ops.bit_stable_engines import (
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("matrix_units")
-SEEDS = {"qwen": [2, 7, 18], "qwen fp8": [18], "nemotron": [0, 2, 9], "next": [0, 2]}
+SEEDS = {
+    "qwen": [2, 7, 18],
+    "qwen fp8": [18],
+    "nemotron": [0, 2, 9],
+    "next": [0, 2],
+    "windows": [18],
+}
 """Schedules that have, several together, what `EVENTS` names, in the interpreter."""
 SCHEDULES = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SCHEDULES", "12"))
 FIRST_SEED = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SEED", "0"))
@@ -46,7 +52,7 @@ def company(kind: str) -> Company:
     kind, _, cache = kind.partition(" ")
     drafts = ("", "ngram", "fickle", *(["mtp"] if kind == "qwen" else []))
     make = partial(make_stable_engine, ARCHITECTURES[kind], kv_cache_dtype=cache or "model")
-    return Company(make, PART_HERE, VOCABULARY, drafts)
+    return Company(make, PART_HERE, VOCABULARY, drafts, tables=1 + (kind == "windows"))
 
 
 @pytest.mark.parametrize("kind", SEEDS)
