@@ -5,6 +5,7 @@ NVTX."""
 import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -70,6 +71,25 @@ def cpu_tokens() -> list[list[int]]:
     tokens = run_at(engine, {0: jobs()})
     engine.close()
     return tokens
+
+
+@pytest.mark.parametrize("skips", [None, 2, (1, 1, 0, 1)])
+def test_windows(skips: int | tuple[int, ...] | None, lookahead: int) -> None:
+    """Blocks of window layers go back while captured steps read the tables."""
+    architecture = replace(SMALL, sliding_window=24, window_attn_skip_freq=skips)
+    small = {"block_size_tokens": 16, "num_kv_blocks": 40, "max_tokens": 96, "max_requests": 6}
+    found = []
+    for device, settings in (
+        ("cpu", {"block_size_tokens": 256, "max_requests": 8}),
+        ("cuda", {**small, "lookahead": lookahead}),
+        ("cuda", {**small, "lookahead": lookahead, "num_cuda_graphs": 0}),
+    ):
+        model = make_model(architecture, torch.device(device))
+        with_device = CudaDevice() if device == "cuda" else None
+        engine = make_engine(model, device=with_device, **settings)
+        found.append(run_at(engine, {0: jobs()[:4], 9: jobs()[4:]}))
+        assert_all_is_back(engine)
+    assert found[0] == found[1] == found[2]
 
 
 def test_tokens_equal_the_cpus(make_gpu_engine, cpu_tokens: list[list[int]], lookahead):
