@@ -131,16 +131,21 @@ class TorchPagedAttention:
             blocks = block_tables.index_select(1, self._block_of[:length])
         index = blocks.to(torch.int64) * self._block_size + self._offset_of[keys]
         valid = keys < kv_lengths[:, None]
-        # Masked positions read the row's first token instead of what a block's earlier owner left:
-        # a weight of zero does not hide a NaN.
-        self._decode_index = torch.where(valid, index, index[:, :1]).view(-1)
         self._decode_mask = valid[:, None, None, :]
+        last = kv_lengths[:, None, None] - 1
         if dims.width > 1:
             assert positions is not None
             last = positions[: dims.decode_tokens].view(dims.decode_rows, dims.width, 1)
-            self._decode_mask = self._sees(last, keys.unsqueeze(-2))[:, None]
-        elif self._first_key:
-            last = kv_lengths[:, None, None] - 1
+        # Masked positions read one of the row's tokens instead of what a block's other owner left:
+        # a weight of zero does not hide a NaN. At its limit a row has fewer query tokens, and the
+        # window of the first one begins later.
+        nobodys = index[:, :1]
+        if self._window:
+            first = torch.maximum(last[:, 0], kv_lengths[:, None] - dims.width)
+            valid &= keys > first - self._window
+            nobodys = index.gather(1, kv_lengths[:, None].long() - 1 - keys[:, :1])
+        self._decode_index = torch.where(valid, index, nobodys).view(-1)
+        if dims.width > 1 or self._first_key:
             self._decode_mask = self._sees(last, keys.unsqueeze(-2))[:, None]
 
     def _begin_prefill(self, dims: BatchDimensions, block_tables: Tensor) -> None:

@@ -304,7 +304,8 @@ def _fits(engine: DynamicInferenceEngine, prompt: int, new_tokens: int) -> bool:
     holds it; and it may end alone in the pool. (Its last token needs no place in the cache.)"""
     config, blocks = engine.context.config, engine.context.blocks.total
     splits = config.enable_chunked_prefill or prompt <= config.max_tokens
-    return splits and prompt + new_tokens - 1 <= blocks * config.block_size_tokens
+    needed = -(-(prompt + new_tokens - 1) // config.block_size_tokens)
+    return splits and engine.context.slots.needs.of(needed) <= blocks
 
 
 class SerialAnswers:

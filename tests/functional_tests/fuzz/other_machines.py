@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from megatron_async import DynamicInferenceEngine
+from megatron_async.config import InferenceConfig
+from megatron_async.device_state.cache_layout import block_needs
 from megatron_async.engine.listener import EngineListener
 from tests.functional_tests.fuzz.engine_machine import (
     EngineMachine,
@@ -21,8 +23,12 @@ from tests.functional_tests.fuzz.engine_machine import (
     some_request,
 )
 from tests.functional_tests.fuzz.fuzz_requests import Ask, SerialAnswers, asks
+from tests.support.attention_model import AttentionModel
 from tests.support.bytecodes import AtBytecode, ctrl_c, interrupt
+from tests.support.hybrid_model import HYBRID_MODELS
 from tests.support.memory_channel import BesideOthers
+from tests.support.mtp_model import MTP_MODELS
+from tests.support.window_model import WINDOW, WindowModel, with_window
 
 MOST_FAILURES = 4
 
@@ -248,6 +254,25 @@ class NarrowMachine(EngineMachine):
             if name not in self.answers:
                 self.answers[name] = SerialAnswers(model, kv_cache_dtype="fp8")
         return {**settings, "kv_cache_dtype": "fp8"}
+
+
+class WindowMachine(EngineMachine):
+    """Models have layers with a window: beside full ones, or with an MTP layer, which is full."""
+
+    models: ClassVar[dict[str, AttentionModel]] = {
+        name: WindowModel() if name == "AttentionModel" else with_window(MTP_MODELS[name]())
+        for name in ("AttentionModel", *MTP_MODELS)
+    } | {kind.__name__: WindowModel(1 + n) for n, kind in enumerate(HYBRID_MODELS)}
+    answers: ClassVar[dict[str, SerialAnswers]] = {}
+    watches_mtp = False
+
+    def _settings(self, settings: dict[str, Any]) -> dict[str, Any]:
+        for name, model in self.models.items():
+            if name not in self.answers:
+                self.answers[name] = SerialAnswers(model, num_kv_blocks=2)
+        needs = block_needs((0, WINDOW), InferenceConfig(**settings))
+        # A pool that was made for full layers alone.
+        return {**settings, "num_kv_blocks": needs.of(settings["num_kv_blocks"])}
 
 
 class SleepingMachine(EngineMachine):

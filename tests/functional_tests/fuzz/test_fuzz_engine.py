@@ -66,10 +66,12 @@ from tests.functional_tests.fuzz.other_machines import (
     InterruptedMachine,
     NarrowMachine,
     SleepingMachine,
+    WindowMachine,
 )
 from tests.functional_tests.fuzz.updating_machine import MovingMachine, UpdatingMachine
 from tests.support.planted_bugs import BUGS, MOVE_BUGS, UPDATE_BUGS, Plant
 from tests.support.planted_state_bugs import INTERRUPT_BUGS, SLEEP_BUGS
+from tests.support.planted_window_bugs import WINDOW_BUGS
 from tests.support.tiny_launches import use_small_grid
 
 SCHEDULES = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SCHEDULES", "160"))
@@ -292,6 +294,23 @@ def test_keys_and_values_in_fp8_have_the_serial_answers() -> None:
     # The schedules are worth their name.
     for name in ("evictions", "prefix_cache_hits", "accepted_tokens", "zombie_rows"):
         assert counts[name] > 0, counts
+
+
+@pytest.mark.timeout(600)
+def test_models_with_windows_have_the_serial_answers() -> None:
+    counts = counts_of(FAILING_SCHEDULES // 2, FIRST_SEED, WindowMachine)
+    # The schedules are worth their name.
+    for name in ("evictions", "pauses", "prefix_cache_hits", "accepted_tokens", "mtp_drafts"):
+        assert counts[name] > 0, counts
+
+
+@pytest.mark.parametrize("plant", WINDOW_BUGS, ids=lambda plant: plant.__name__)
+def test_a_bug_of_windows_is_found(monkeypatch: pytest.MonkeyPatch, plant: Plant) -> None:
+    monkeypatch.setattr(WindowMachine, "answers", {})
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError)) as failure:
+        fuzz(ENOUGH, SEEDS.get(plant.__name__, 0), Phase.generate, machine=WindowMachine)
+    print(f"{plant.__name__} is found: {failure.value!r}")
 
 
 @pytest.mark.parametrize("plant", SLEEP_BUGS, ids=lambda plant: plant.__name__)
