@@ -2,7 +2,6 @@
 
 import pytest
 
-from megatron_async.planning.prefix_cache import PrefixCache
 from megatron_async.planning.request_slots import RequestSlots
 from megatron_async.planning.scheduler import Scheduler
 from megatron_async.planning.window_tables import WindowTables
@@ -29,15 +28,7 @@ def a_window_from_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_leave_behind", from_at_most)
 
 
-def a_hit_without_the_windows_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefix is found by the blocks of full layers alone, and what it lacks is another's."""
-    monkeypatch.setattr(
-        PrefixCache, "_in_window", lambda self, request, window, table, count, *_: (count, False)
-    )
-
-
 WINDOW_BUGS: list[Plant] = [
     a_block_one_step_early,
     a_window_from_at_most,
-    a_hit_without_the_windows_blocks,
 ]

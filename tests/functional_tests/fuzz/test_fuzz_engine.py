@@ -44,8 +44,7 @@ schedule that found them, each with serial answers of its own:
     requests that move                 moved_one_place_on 7, a_span_that_is_left_behind 7
     steps that fail for ever           test_endless_failures_are_found 58
     a stop beside shared experts       test_overwritten_samples_are_found 4
-    blocks before a window             a_block_one_step_early 2, a_window_from_at_most 5,
-                                       a_hit_without_the_windows_blocks 2
+    blocks before a window             a_block_one_step_early 2, a_window_from_at_most 5
     an interrupt in a step             interrupts_are_not_held 5, half_booked_tokens_stay 5,
                                        books_are_not_mended 5
 """
@@ -230,7 +229,7 @@ def test_a_bug_of_updates_is_found(monkeypatch: pytest.MonkeyPatch, plant: Plant
     monkeypatch.setattr(UpdatingMachine, "answers", {})
     plant(monkeypatch)
     before = EngineMachine.counts["schedules"]
-    with pytest.raises((AssertionError, RuntimeError, KeyError)) as failure:
+    with pytest.raises((AssertionError, RuntimeError)) as failure:
         fuzz(ENOUGH, SEEDS.get(plant.__name__, 2), Phase.generate, machine=UpdatingMachine)
     number = EngineMachine.counts["schedules"] - before
     print(f"{plant.__name__} is found by schedule {number}: {failure.value!r}")
@@ -249,7 +248,7 @@ def test_a_bug_of_moves_is_found(monkeypatch: pytest.MonkeyPatch, plant: Plant) 
     monkeypatch.setattr(UpdatingMachine, "answers", {})
     plant(monkeypatch)
     before = EngineMachine.counts["schedules"]
-    with pytest.raises((AssertionError, RuntimeError, KeyError)) as failure:
+    with pytest.raises((AssertionError, RuntimeError)) as failure:
         fuzz(ENOUGH, SEEDS.get(plant.__name__, 3), Phase.generate, machine=MovingMachine)
     number = EngineMachine.counts["schedules"] - before
     print(f"{plant.__name__} is found by schedule {number}: {failure.value!r}")
@@ -310,7 +309,7 @@ def test_models_with_windows_have_the_serial_answers() -> None:
 def test_a_bug_of_windows_is_found(monkeypatch: pytest.MonkeyPatch, plant: Plant) -> None:
     monkeypatch.setattr(WindowMachine, "answers", {})
     plant(monkeypatch)
-    with pytest.raises((AssertionError, RuntimeError, KeyError)) as failure:
+    with pytest.raises((AssertionError, RuntimeError)) as failure:
         fuzz(ENOUGH, SEEDS.get(plant.__name__, 0), Phase.generate, machine=WindowMachine)
     print(f"{plant.__name__} is found: {failure.value!r}")
 
@@ -339,7 +338,7 @@ def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, plant: Plant) -
     plant(monkeypatch)
     name, before = plant.__name__, EngineMachine.counts["schedules"]
     schedules, first_seed = (MANY, RARE[name]) if name in RARE else (ENOUGH, SEEDS.get(name, 0))
-    with pytest.raises((AssertionError, RuntimeError, KeyError)) as failure:
+    with pytest.raises((AssertionError, RuntimeError)) as failure:
         fuzz(schedules, first_seed, Phase.generate)
     number = EngineMachine.counts["schedules"] - before
     print(f"{name} is found by schedule {number}: {failure.value!r}")
