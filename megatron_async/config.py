@@ -50,7 +50,8 @@ class InferenceConfig:
     # ---- KV cache -------------------------------------------------------------------------------
     block_size_tokens: int = 256
     """Tokens of a KV block. Small blocks waste less memory at the end of a sequence, large ones
-    make shorter block tables. GPU attention kernels want a multiple of 16."""
+    make shorter block tables. GPU attention kernels want a multiple of 16. `LLM` takes 64 by
+    itself where layers see a window of fewer than 256 keys."""
 
     buffer_size_gb: float | None = None
     """Memory for the KV pool, in GiB. `num_kv_blocks` overrides it. None: 1 on a CPU; on a GPU 80 %
