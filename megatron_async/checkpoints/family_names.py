@@ -31,6 +31,11 @@ class FamilyNames:
     """Before attention or a recurrent mixer."""
     ffn_norm: str = "post_attention_layernorm.weight"
     """Before an MLP or experts."""
+    post_norms: tuple[str, str] = (
+        "post_attention_layernorm.weight",
+        "post_feedforward_layernorm.weight",
+    )
+    """Behind attention and behind an MLP, where there are any."""
     attention: str = "self_attn."
     """Prefix of its projections."""
     mamba: str = "mamba."
@@ -81,6 +86,7 @@ STACKED = FamilyNames(
 """Experts of the other families in transformers' modules."""
 GPT_OSS = replace(STACKED, router="mlp.router.weight", alternates=True)
 """Without the form of numbers, which tensors of MXFP4 have at the end of their names."""
+GEMMA = FamilyNames(ffn_norm="pre_feedforward_layernorm.weight")
 MIXTRAL = FamilyNames(
     router="block_sparse_moe.gate.weight",
     expert_gate_up=(
@@ -208,6 +214,8 @@ GGUF_NEMOTRON_H = replace(
 )
 
 PUBLISHED = {
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA,
     "mixtral": MIXTRAL,
     "gpt_oss": GPT_OSS,
     "nemotron_h": NEMOTRON_H,
@@ -221,6 +229,8 @@ PUBLISHED = {
 }
 """Names in published files, by `ModelArchitecture.model_type`; all others have the default."""
 MODULES = {
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA,
     "gpt_oss": GPT_OSS,
     "nemotron_h": NEMOTRON_H_MODULES,
     "granitemoehybrid": GRANITE_MODULES,

@@ -37,6 +37,16 @@ _QWEN2 = {
     "max_window_layers": 28,
     "layer_types": None,
 }
+_GEMMA = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+    "use_bidirectional_attention": None,
+}
 _MAMBA = {
     "mamba_n_heads": 128,
     "mamba_d_head": "auto",
@@ -95,6 +105,23 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
+    },
+    "gemma2": {
+        **_COMMON,
+        **_GEMMA,
+        "max_position_embeddings": 8192,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+    },
+    "gemma3_text": {
+        **_COMMON,
+        **_GEMMA,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+        "sliding_window_pattern": 6,
     },
     "gpt_oss": {
         **_COMMON,
@@ -233,6 +260,13 @@ ALIASES: dict[str, dict[str, str]] = {
 }
 """Other names that a family's files have for a key -> the key."""
 
+_GEMMA_NULLS = (
+    "layer_types",
+    "sliding_window",
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+    "use_bidirectional_attention",
+)
 NULLABLE: dict[str, tuple[str, ...]] = {
     "llama": ("num_key_value_heads", "head_dim"),
     "mistral": ("head_dim", "sliding_window"),
@@ -240,6 +274,8 @@ NULLABLE: dict[str, tuple[str, ...]] = {
     "qwen3": ("num_key_value_heads", "sliding_window", "layer_types"),
     "mimo": ("num_key_value_heads", "sliding_window", "layer_types", "head_dim"),
     "mixtral": ("head_dim", "sliding_window"),
+    "gemma2": _GEMMA_NULLS,
+    "gemma3_text": _GEMMA_NULLS,
     "gpt_oss": ("num_key_value_heads", "head_dim", "layer_types", "sliding_window"),
     "qwen3_moe": ("sliding_window", "mlp_only_layers"),
     "nemotron_h": (

@@ -108,6 +108,9 @@ def _attention(layer: Layer) -> Iterator[Weight]:
                 f"self_attention.{part}_layernorm.weight",
                 {f"{theirs}{part}_norm.weight": (a.kv_channels,)},
             )
+    if a.has_post_norms:
+        norm = {layer.names.post_norms[0]: (hidden,)}
+        yield layer.weight("self_attention.post_layernorm.weight", norm)
     if a.softmax_type == "learnable":
         name, sinks = "self_attention.core_attention.softmax_offset", theirs + layer.names.sinks
         weight = layer.weight(name, {sinks: (a.num_attention_heads,)}, 0)
@@ -147,6 +150,8 @@ def _mlp(layer: Layer) -> Iterator[Weight]:
     yield from layer.first(layer.gate_up(fc1 + "weight", names.gate_up, a.ffn_hidden_size))
     down = {names.down: (a.hidden_size, a.ffn_hidden_size)}
     yield from layer.last(layer.weight(fc2 + "weight", down, 1))
+    if a.has_post_norms:
+        yield layer.weight("mlp.post_layernorm.weight", {names.post_norms[1]: (a.hidden_size,)})
 
 
 def _moe(layer: Layer) -> Iterator[Weight]:

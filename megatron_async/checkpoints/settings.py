@@ -27,7 +27,8 @@ from megatron_async.checkpoints.huggingface_defaults import (
 from megatron_async.models.architecture import MLP, ModelArchitecture, moe_pattern
 
 logger = logging.getLogger("megatron_async")
-FULL = "full_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of attention in `layer_types`."""
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
 NULL_COUNTS = ("is_causal",)
 """Keys whose null is a value: transformers takes it as false."""

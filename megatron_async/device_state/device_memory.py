@@ -306,6 +306,7 @@ def _make_attention(
     first_key: int = 0,
     window: int = 0,
 ) -> TorchPagedAttention:
+    softcap = getattr(model, "attn_logit_softcapping", None) or 0.0
     if device.torch_device.type in ("cpu", "meta"):  # meta: no memory, no model; nothing runs
         if config.attention_backend not in (None, "torch"):
             raise ConfigurationError(
@@ -314,10 +315,10 @@ def _make_attention(
             )
         sizes = config.block_size_tokens, max_blocks, device.torch_device, first_key
         if not compiles() or model.params_dtype != torch.float32 or config.has_fp8_cache:
-            return TorchPagedAttention(*sizes, window)
+            return TorchPagedAttention(*sizes, window, softcap)
         # Layers are compiled where their weights have 8 bits or less.
         takes_chunks = config.quantization is not None
-        return HostPagedAttention(*sizes, takes_chunks, window)
+        return HostPagedAttention(*sizes, takes_chunks, window, softcap)
     choose_triton_folder()
     dim = model.kv_channels
     if not HEAD_TILE <= dim <= MAX_DIM or dim % 2:
@@ -339,6 +340,7 @@ def _make_attention(
         INVARIANT_PART if config.batch_invariant_mode else 0,
         config.has_fp8_cache,
         window=window,
+        softcap=softcap,
         has_sinks=getattr(model, "softmax_type", "vanilla") != "vanilla",
     )
     if first_key:

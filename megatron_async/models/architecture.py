@@ -194,6 +194,12 @@ class ModelArchitecture:
     the weights of each layer's last product by this factor."""
     attention_multiplier: float | None = None
     """Scale of attention scores before the softmax; None: 1 / sqrt(head size)."""
+    has_post_norms: bool = False
+    """The output of each layer has a norm before it is added to the residual stream (Gemma 2)."""
+    attn_logit_softcapping: float | None = None
+    """Bound of scaled attention scores: cap * tanh(score / cap) (Gemma 2); None: none."""
+    final_logit_softcapping: float | None = None
+    """Bound of logits, in the same way."""
     mtp_pattern: str = ""
     """Layer pattern of one depth of multi-token prediction (MTP), such as "*-"; "": the model has
     none. `pattern` and the model's counts do not include MTP. Of its kinds `MTP_KINDS` are
@@ -426,11 +432,13 @@ def _attention(a: ModelArchitecture, _experts: int) -> int:
     biases = (q + gate + 2 * kv) * (a.add_qkv_bias or a.add_bias_linear)
     biases += a.hidden_size * a.add_bias_linear
     biases += a.num_attention_heads * (a.softmax_type == "learnable")
-    return a.hidden_size * (2 * q + gate + 2 * kv) + biases + 2 * a.kv_channels * a.qk_layernorm
+    norms = 2 * a.kv_channels * a.qk_layernorm + a.hidden_size * a.has_post_norms
+    return a.hidden_size * (2 * q + gate + 2 * kv) + biases + norms
 
 
 def _mlp(a: ModelArchitecture, _experts: int) -> int:
-    return _matrices(a) * a.hidden_size * a.ffn_hidden_size + _biases(a, a.ffn_hidden_size)
+    norm = a.hidden_size * a.has_post_norms
+    return _matrices(a) * a.hidden_size * a.ffn_hidden_size + _biases(a, a.ffn_hidden_size) + norm
 
 
 def _experts(a: ModelArchitecture, experts: int) -> int:

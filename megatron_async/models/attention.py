@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_async.models.decoder_layer import attended
+from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.linear import InferenceRowParallelLinear
+from megatron_async.models.norm import make_post_norm
 from megatron_async.ops.linear.stream import Stream
 
 if TYPE_CHECKING:
@@ -74,13 +76,17 @@ class PagedSelfAttention(SelfAttention):
     """
 
     kv_layer_index: int = -1
+    ops = LayerOps()
     cache_scales: Tensor | None = None
     """Scales of keys and values that are stored in fp8, as `scales_of` makes them for this rank's
     heads; None: the checkpoint has none. No parameter: an update of weights leaves it alone."""
+    post_layernorm: nn.RMSNorm | None
+    """The norm behind attention, which `LayerKind` runs; or None."""
     _zeros: Tensor | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.post_layernorm = make_post_norm(self.config)
         if isinstance(self.linear_proj, InferenceRowParallelLinear):
             self.linear_proj.skip_bias_add = False  # the product adds it
 

@@ -225,12 +225,14 @@ def _is_served(kind: str, block: Any, config: Any) -> bool:
     if not (_is_whole(first) and _is_whole(last) and last.bias is None):
         return False
     if kind == MLP:
-        return block.gating in (SWIGLU, None) and first.bias is None
+        has_norm = block.post_layernorm is not None
+        return block.gating in (SWIGLU, None) and first.bias is None and not has_norm
     if kind == MAMBA:
         return first.bias is None and block.norm.tp_group is None
     norms = [n for n in (block.q_layernorm, block.k_layernorm) if n is not None]
     return (
         config.softmax_type == "vanilla"
+        and block.post_layernorm is None
         and config.window_size is None  # one block table for all layers
         and not config.attention_output_gate
         and all(serves(factors_of(norm)) for norm in norms)

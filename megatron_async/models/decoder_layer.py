@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from megatron_async.models.linear import InferenceColumnParallelLinear
-from megatron_async.models.norm import factors_of, set_norm
+from megatron_async.models.norm import factors_of, normalised, set_norm
 from megatron_async.ops.linear.activations import SWIGLU, Gating
 from megatron_async.ops.linear.product_kernel import Activation
 from megatron_async.ops.linear.rounded_rows import RoundedRows
@@ -130,7 +130,13 @@ class LayerKind:
     def __call__(self, layer: Any, stream: Stream, view: Any, may_split: bool) -> Stream:
         """The stream behind a layer of this kind."""
         set_norm(stream, self.norm(layer))
-        return self.run(self.block(layer), stream, view, may_split)
+        block = self.block(layer)
+        norm = getattr(block, "post_layernorm", None)
+        if norm is None:
+            return self.run(block, stream, view, may_split)
+        stream.is_apart = True
+        behind = self.run(block, stream, view, False)
+        return Stream(normalised(block.ops, Stream(behind.value), norm)[0], behind.residual)
 
 
 LAYER_KINDS = {

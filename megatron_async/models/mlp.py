@@ -24,6 +24,7 @@ from megatron_async.models.linear import (
     InferenceRowParallelLinear,
     SharedLinear,
 )
+from megatron_async.models.norm import make_post_norm
 from megatron_async.ops.linear.activations import Gating
 from megatron_async.ops.linear.stream import Stream
 
@@ -53,13 +54,14 @@ class InferenceMLP(MLP):
 
     Attributes:
         gating: the unit; None: squared ReLU.
+        post_layernorm: the norm behind the MLP, which `LayerKind` runs; or None.
     """
 
     ops = LayerOps()
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self.gating = gating_of(config)
+        self.gating, self.post_layernorm = gating_of(config), make_post_norm(config)
         for linear in (self.linear_fc1, self.linear_fc2):
             if isinstance(linear, SharedLinear):
                 linear.skip_bias_add = False  # products add it

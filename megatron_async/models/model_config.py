@@ -40,6 +40,12 @@ class ModelConfig(TransformerConfig):
     """"rope" or "none"."""
     rotary_percent: float = 1.0
     """Share of each head that rope turns."""
+    has_post_norms: bool = False
+    """Attention and MLPs have a norm behind them."""
+    attn_logit_softcapping: float | None = None
+    """Bound of scaled attention scores."""
+    final_logit_softcapping: float | None = None
+    """Bound of logits."""
     mamba_norm_epsilon: float = 1e-5
     """Epsilon of the gated norm of Mamba-2 layers."""
     pipeline_stage: int = 0
@@ -73,6 +79,9 @@ SAME = (
     "rope_scaling",
     "position_embedding_type",
     "rotary_percent",
+    "has_post_norms",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
     "mamba_norm_epsilon",
 )
 """Fields of `ModelArchitecture` that are fields of `ModelConfig`, with the same values."""
@@ -153,7 +162,7 @@ def transformer_config(
         mtp_num_depths=a.mtp_num_depths if with_mtp else 0,
         mtp_hidden_before_norm=a.mtp_hidden_before_norm and with_mtp,
         **same,
-        **_multipliers(a),
+        **_multipliers(a, dtype),
         **_moe_options(a),
     )
     # Megatron-Core refuses to make a configuration with a single expert a token whose weight is
@@ -184,7 +193,7 @@ def _layers_without_rope(architecture: ModelArchitecture) -> list[int] | None:
     return [a.no_rope_freq[n // a.layers_per_block] for n in range(len(a.pattern))]
 
 
-def _multipliers(architecture: ModelArchitecture) -> dict[str, Any]:
+def _multipliers(architecture: ModelArchitecture, dtype: torch.dtype) -> dict[str, Any]:
     """Granite's multipliers, under the names that Megatron-Core has for them.
 
     Attention's is the softmax scale. The residual stream's is part of the weights
@@ -201,7 +210,10 @@ def _multipliers(architecture: ModelArchitecture) -> dict[str, Any]:
         # Megatron-Core would take another scale of attention, if none were given.
         "softmax_scale": a.kv_channels**-0.5,
         "use_mup": True,
-        "mup_embedding_mult": a.embedding_multiplier,
+        # Gemma's is rounded to the weights' dtype.
+        "mup_embedding_mult": torch.tensor(a.embedding_multiplier, dtype=dtype).item()
+        if a.model_type.startswith("gemma")
+        else a.embedding_multiplier,
         "mup_output_mult": 1 / a.logits_scaling,
         **options,
     }

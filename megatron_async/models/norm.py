@@ -73,6 +73,13 @@ def make_norm(config: TransformerConfig, hidden_size: int, eps: float, **_: obje
     return InferenceRMSNorm(hidden_size, eps, config.layernorm_zero_centered_gamma)
 
 
+def make_post_norm(config: TransformerConfig) -> nn.RMSNorm | None:
+    """The norm behind attention or an MLP (`ModelConfig.has_post_norms`); None: there is none."""
+    if not getattr(config, "has_post_norms", False):
+        return None
+    return make_norm(config, config.hidden_size, config.layernorm_epsilon)
+
+
 def factors_of(norm: nn.Module) -> Tensor:
     """Factors of a norm, `[size]`: `factors` of an `InferenceRMSNorm`, else the norm's weight."""
     if isinstance(norm, InferenceRMSNorm):

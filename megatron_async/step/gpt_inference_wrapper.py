@@ -182,7 +182,9 @@ class GPTInferenceWrapper(NamesOfMegatron):
         config = self.inference_context.model_config
         layer = model.output_layer  # a model that others have built has its own
         is_ours = isinstance(layer, InferenceOutputLayer)
-        if is_ours and tokens is None and config.use_mup and config.mup_output_mult != 1:
+        is_scaled = config.use_mup and config.mup_output_mult != 1
+        has_cap = getattr(config, "final_logit_softcapping", None) is not None
+        if is_ours and tokens is None and is_scaled and not has_cap:
             scaled = layer.scaled(hidden_states, weight, config.mup_output_mult)
             if scaled is not None:
                 return scaled
@@ -198,4 +200,6 @@ class GPTInferenceWrapper(NamesOfMegatron):
                 )
         if config.use_mup:
             logits = model._scale_logits(logits)
+        if cap := getattr(config, "final_logit_softcapping", None):
+            logits = (logits / cap).tanh() * cap
         return logits[:, 0]

@@ -35,6 +35,8 @@ class Stream:
             residual up and normalises the sum, as `TensorCollectives.all_reduce_add_rms_norm`.
         rounded: `value`, which is its codes, with their scales, as products in FP8 take rows, and
             perhaps a few rows more; None: `value` is of the model's dtype.
+        is_apart: the next block's output is not to be added to the stream by the block itself: a
+            norm follows it.
         total: `value + residual`, once the next product, or its norm, has been launched.
     """
 
@@ -45,6 +47,7 @@ class Stream:
     squares: Tensor | None = None
     parts_of_ranks: AddNorm | None = None
     rounded: RoundedRows | None = None
+    is_apart: bool = False
     total: Tensor | None = None
 
     @property
@@ -58,7 +61,7 @@ class Stream:
     @property
     def early_total(self) -> Tensor | None:
         """The whole stream, `[rows, k]`, where it is there before the next product is launched."""
-        if self.residual is not None:
+        if self.residual is not None or self.is_apart:
             return None
         return self.total if self.weight is None else self.value
 

@@ -29,13 +29,39 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+GEMMA = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 6,
+    "tie_word_embeddings": True,
+}
+MODELS |= {
+    "Gemma 2": (
+        "Gemma2",
+        GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+    ),
+    "Gemma 3": (
+        "Gemma3",
+        GEMMA
+        | {
+            "layer_types": [SLIDING, SLIDING, FULL],
+            "rope_parameters": {
+                SLIDING: {"rope_type": "default", "rope_theta": 50.0},
+                FULL: {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+            },
+        },
+    ),
+}
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+
+
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
     """Name of a model -> its folder, and transformers' model."""
     import transformers
 
-    def make(name: str) -> tuple[Path, Any]:
-        kind, changes = MODELS[name]
+    def make(model_name: str) -> tuple[Path, Any]:
+        kind, changes = MODELS[model_name]
         torch.manual_seed(0)
         sizes = {
             "hidden_size": 32,
@@ -47,8 +73,12 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
             "max_position_embeddings": 256,
             "initializer_range": 0.3,
         }
-        config = getattr(transformers, f"{kind}Config")(**sizes, **changes)
+        name = CONFIGS.get(kind, f"{kind}Config")
+        config = getattr(transformers, name)(**sizes, **changes, attn_implementation="eager")
         model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+        for key, weight in model.named_parameters():
+            if "norm" in key and kind in ("Gemma2", "Gemma3"):  # zeros, from which 1 is taken away
+                torch.nn.init.normal_(weight.data, std=0.5)
         folder = tmp_path_factory.mktemp("windowed")
         model.save_pretrained(folder)
         return folder, model
