@@ -210,13 +210,18 @@ def _multipliers(architecture: ModelArchitecture, dtype: torch.dtype) -> dict[st
         # Megatron-Core would take another scale of attention, if none were given.
         "softmax_scale": a.kv_channels**-0.5,
         "use_mup": True,
-        # Gemma's is rounded to the weights' dtype.
-        "mup_embedding_mult": torch.tensor(a.embedding_multiplier, dtype=dtype).item()
-        if a.model_type.startswith("gemma")
-        else a.embedding_multiplier,
+        "mup_embedding_mult": _embedding_multiplier(a, dtype),
         "mup_output_mult": 1 / a.logits_scaling,
         **options,
     }
+
+
+def _embedding_multiplier(a: ModelArchitecture, dtype: torch.dtype) -> float:
+    """Factor of embeddings; Gemma's is rounded to the weights' dtype."""
+    if not a.model_type.startswith("gemma"):
+        return a.embedding_multiplier
+    rounded = torch.full((), a.embedding_multiplier, dtype=dtype, device="cpu")
+    return float(rounded)
 
 
 def _moe_options(architecture: ModelArchitecture) -> dict[str, Any]:
