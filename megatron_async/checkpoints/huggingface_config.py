@@ -72,6 +72,7 @@ FAMILIES = {
     for family in (
         Family("llama", "LlamaForCausalLM"),
         Family("mistral", "MistralForCausalLM"),
+        Family("ministral", "MinistralForCausalLM"),
         Family("qwen2", "Qwen2ForCausalLM", add_qkv_bias=True),
         Family("qwen3", "Qwen3ForCausalLM", qk_layernorm=True),
         Family("mimo", "MiMoForCausalLM", add_qkv_bias=True),
@@ -269,7 +270,7 @@ def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
     if defaults["attention_bias"]:
         config["attention_bias"] = True
     windows = a.attention_windows
-    if family.full_every:
+    if "layer_types" in defaults and "use_sliding_window" not in defaults:
         config["layer_types"] = [SLIDING if window else FULL for window in windows]
     elif "use_sliding_window" in defaults:
         config["use_sliding_window"] = any(windows)
@@ -357,11 +358,12 @@ def _windows(config: Settings, layers: int, full_every: int = 0) -> dict[str, An
     if not config.knows("layer_types"):
         return {"sliding_window": window}
     listed = config.get("layer_types")
-    if full_every:
-        kinds = [FULL if n % full_every == 0 else SLIDING for n in range(1, layers + 1)]
-    else:
-        full = config.whole("max_window_layers")
-        kinds = [FULL if window is None or n < full else SLIDING for n in range(layers)]
+    full = config.whole("max_window_layers") if config.knows("max_window_layers") else 0
+    every = full_every or layers + 1
+    kinds = [
+        FULL if window is None or n <= full or n % every == 0 else SLIDING
+        for n in range(1, layers + 1)
+    ]
     if listed is not None:
         kinds = listed
         if not isinstance(kinds, list) or any(name not in (FULL, SLIDING) for name in kinds):
@@ -370,7 +372,8 @@ def _windows(config: Settings, layers: int, full_every: int = 0) -> dict[str, An
     if SLIDING not in kinds:
         return {}
     if window is None:
-        needed = "sliding_window" if full_every else "sliding_window and use_sliding_window"
+        has_flag = config.knows("use_sliding_window")
+        needed = "sliding_window and use_sliding_window" if has_flag else "sliding_window"
         raise config.error("layer_types", f"needs {needed}", kinds)
     listed = tuple(int(kind == SLIDING) for kind in kinds)
     return {"sliding_window": window, "window_attn_skip_freq": None if all(listed) else listed}

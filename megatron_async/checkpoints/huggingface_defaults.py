@@ -81,6 +81,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "sliding_window": 4096,
     },
+    "ministral": {
+        **_COMMON,
+        **_HEADS,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "layer_types": None,
+    },
     "qwen2": _QWEN2,
     "qwen3": _QWEN2 | {"head_dim": 128},
     "mimo": _QWEN2 | {"attention_bias": True},  # whatever its files say, as in Qwen2
@@ -270,6 +278,7 @@ _GEMMA_NULLS = (
 NULLABLE: dict[str, tuple[str, ...]] = {
     "llama": ("num_key_value_heads", "head_dim"),
     "mistral": ("head_dim", "sliding_window"),
+    "ministral": ("num_key_value_heads", "head_dim", "sliding_window", "layer_types"),
     "qwen2": ("num_key_value_heads", "sliding_window", "layer_types"),
     "qwen3": ("num_key_value_heads", "sliding_window", "layer_types"),
     "mimo": ("num_key_value_heads", "sliding_window", "layer_types", "head_dim"),
@@ -404,6 +413,7 @@ _STORED = "the shapes of the stored tensors tell it"
 HARMLESS_IN: dict[str, dict[str, str]] = {
     "mistral": {"max_window_layers": "all layers have the window"},
     "qwen3_moe": {"max_window_layers": "all layers have the window"},
+    "gemma3_text": {"_sliding_window_pattern": "layer_types tells it"},
     "gpt_oss": {"initial_context_length": "the values of rope tell it"},
     "nemotron_h": {
         "num_hidden_layers": "the list of layers tells it",

@@ -36,6 +36,10 @@ GEMMA = {
     "tie_word_embeddings": True,
 }
 MODELS |= {
+    "Ministral": (
+        "Ministral",
+        {"head_dim": 8, "sliding_window": 6, "layer_types": [SLIDING, FULL, SLIDING]},
+    ),
     "Gemma 2": (
         "Gemma2",
         GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
