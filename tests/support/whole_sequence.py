@@ -116,8 +116,9 @@ class WholeSequence:
         scale: float | None = None,
         has_gate: bool = False,
         sinks: None = None,
+        rounded: None = None,
     ) -> Tensor:
-        """Causal attention, `[tokens, heads, dim]`, without sinks."""
+        """Causal attention, `[tokens, heads, dim]`, without sinks, of wide rows."""
         tokens = len(mixed_qkv)
         groups = self._groups
         grouped = mixed_qkv.unflatten(1, (groups, -1, self.dim))
