@@ -208,9 +208,9 @@ def format_info(info: ModelInfo) -> str:
         for name, present in (
             ("tied embeddings", a.tie_word_embeddings),
             ("biases", a.add_bias_linear),
-        ("qkv biases", a.add_qkv_bias and not a.add_bias_linear),
-        ("attention sinks", a.softmax_type != "vanilla"),
-        ("norms behind layers", a.has_post_norms),
+            ("qkv biases", a.add_qkv_bias and not a.add_bias_linear),
+            ("attention sinks", a.softmax_type != "vanilla"),
+            ("norms behind layers", a.has_post_norms),
             ("q/k norm", a.qk_layernorm),
             ("gated attention", a.attention_output_gate),
             ("zero-centred norms", a.layernorm_zero_centered_gamma),
