@@ -1,9 +1,8 @@
 """Random rows of GGUF's quantised types, K types too, which the gguf package does not write."""
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-Kind = GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Kind
 
 
 def blocks_of(kind: Kind, outputs: int, k: int, seed: int = 0, scale: float = 0.01) -> np.ndarray:

@@ -18,7 +18,7 @@ from megatron_async.models.architecture import ModelArchitecture
 from tests.support.gguf_blocks import blocks_of
 
 Q = gguf.GGMLQuantizationType
-Quantisation = gguf.GGMLQuantizationType | Callable[[str], gguf.GGMLQuantizationType]
+type Quantisation = gguf.GGMLQuantizationType | Callable[[str], gguf.GGMLQuantizationType]
 KINDS = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
 
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_async import LLM
+from megatron_async.checkpoints import open_model as open_source
 from megatron_async.checkpoints.model_names import DUMMY, UNIFORM
 from megatron_async.config import CACHE_DTYPES, DEFAULT_DRAFTS, QUANTIZATIONS, STATE_DTYPES
+from megatron_async.device_state.cache_layout import cache_layout
 from megatron_async.errors import ConfigurationError
 from megatron_async.lab.arrival_trace import LengthDistribution, TraceRequest, poisson_trace
 from megatron_async.lab.gpu_profile import (
@@ -138,13 +140,15 @@ def open_model(
     """`model` by the options of `load_parser`, with room for `rows` requests of `length` tokens
     each, prompt and answer, in steady decode, and `max_tokens` a step. Without `changes` of the
     settings prompts that come again are computed again."""
+    windows = open_source(model).architecture.attention_windows
+    tables = len(cache_layout([windows]).windows)
     settings = {
         "enable_prefix_caching": False,
         "mamba_ssm_states_dtype": getattr(args, "mamba_ssm_states_dtype", STATE_DTYPES[0]),
         "batch_invariant_mode": getattr(args, "batch_invariant_mode", False),
         "quantization": getattr(args, "quantization", None),
         "kv_cache_dtype": getattr(args, "kv_cache_dtype", CACHE_DTYPES[0]),
-        "num_kv_blocks": rows * (length // 64 + 1),
+        "num_kv_blocks": rows * (length // 64 + 1) * tables,
         "block_size_tokens": 64,
     }
     return LLM(
