@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as BackendTokenizer
@@ -34,8 +34,42 @@ _LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-PRE_TOKENIZERS = ("llama-bpe", "qwen2", "smollm")
-"""Values of `tokenizer.ggml.pre` that can be rebuilt."""
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class PreTokenizer(NamedTuple):
+    """How a text is cut before merging.
+
+    Attributes:
+        pattern: of words; "": GPT-2's.
+        digits: each digit is a word.
+        is_composed: the text is in Unicode's form NFC.
+        takes_words: a word that is a token is taken as it is, without going through the merges.
+        adds_bos: where the file does not say.
+    """
+
+    pattern: str = ""
+    digits: bool = False
+    is_composed: bool = False
+    takes_words: bool = False
+    adds_bos: bool = False
+
+
+PRE_TOKENIZERS = {
+    "llama-bpe": PreTokenizer(_LLAMA3_SPLIT, takes_words=True, adds_bos=True),
+    "dbrx": PreTokenizer(_LLAMA3_SPLIT),
+    "qwen2": PreTokenizer(_QWEN2_SPLIT, is_composed=True),
+    "tekken": PreTokenizer(_TEKKEN_SPLIT, takes_words=True, adds_bos=True),
+    "smollm": PreTokenizer(digits=True),
+    "refact": PreTokenizer(digits=True),
+    "gpt-2": PreTokenizer(),
+    "granite-docling": PreTokenizer(),
+}
+"""By `tokenizer.ggml.pre`; which is which: llama.cpp, src/llama-vocab.cpp."""
 TEMPLATE = "tokenizer.chat_template"
 
 READ = {
@@ -108,11 +142,16 @@ def _read(
             "incomplete"
         )
     pre = metadata.get("tokenizer.ggml.pre")
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+        raise error(
+            f"{source}: tokenizer.ggml.pre = {pre!r} is not supported; supported: "
+            f"{', '.join(PRE_TOKENIZERS)}. Use the model's Hugging Face folder instead"
+        )
+    cut = PRE_TOKENIZERS[pre]
     vocab = {token: index for index, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    # Llama 3 takes a word that is a token as it is, without going through the merges.
-    backend = BackendTokenizer(BPE(vocab, pairs, ignore_merges=pre == "llama-bpe"))
-    _set_pre_tokenizer(backend, pre, source, error)
+    backend = BackendTokenizer(BPE(vocab, pairs, ignore_merges=cut.takes_words))
+    _set_pre_tokenizer(backend, cut)
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens(
         [
@@ -132,7 +171,7 @@ def _read(
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     config |= {IDS[name]: tokens[number] for name, number in ids.items() if name in IDS}
     adds = {
-        "bos": metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"),
+        "bos": metadata.get("tokenizer.ggml.add_bos_token", cut.adds_bos),
         "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
     }
     bos, eos = ([tokens[ids[name]]] if adds[name] and name in ids else [] for name in adds)
@@ -152,23 +191,16 @@ def _read(
     return backend, config, ends, template
 
 
-def _set_pre_tokenizer(
-    backend: BackendTokenizer, pre: str | None, source: str, error: type[ConfigurationError]
-) -> None:
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre == "smollm")
-    if pre == "smollm":
-        first: Any = pre_tokenizers.Digits(individual_digits=True)
-    elif pre == "llama-bpe":
-        first = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated")
-    elif pre == "qwen2":
-        first = pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated")
+def _set_pre_tokenizer(backend: BackendTokenizer, cut: PreTokenizer) -> None:
+    first: list[Any] = []
+    if cut.digits:
+        first = [pre_tokenizers.Digits(individual_digits=True)]
+    elif cut.pattern:
+        first = [pre_tokenizers.Split(Regex(cut.pattern), behavior="isolated")]
+    if cut.is_composed:
         backend.normalizer = normalizers.NFC()
-    else:
-        raise error(
-            f"{source}: tokenizer.ggml.pre = {pre!r} is not supported; supported: "
-            f"{', '.join(PRE_TOKENIZERS)}. Use the model's Hugging Face folder instead"
-        )
-    backend.pre_tokenizer = pre_tokenizers.Sequence([first, byte_level])
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cut.pattern)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*first, last])
 
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:

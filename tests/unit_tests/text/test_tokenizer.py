@@ -150,9 +150,27 @@ def test_llama_pre_tokenizer_is_that_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("dbrx", ["Don", "'t", "ĠHTTPServer", "Ġ", "123", "4", "Ġa", "/b"]),
+        ("refact", ["Don", "'t", "ĠHTTPServer", "Ġ", "1", "2", "3", "4", "Ġa", "/", "b"]),
+        ("gpt-2", ["Don", "'t", "ĠHTTPServer", "Ġ1234", "Ġa", "/", "b"]),
+        ("granite-docling", ["Don", "'t", "ĠHTTPServer", "Ġ1234", "Ġa", "/", "b"]),
+        ("tekken", ["Don", "'t", "ĠHTTPServer", "Ġ", "1", "2", "3", "4", "Ġa", "/b"]),
+    ],
+)
+def test_words_of_other_pre_tokenizers(pre: str, words: list[str]) -> None:
+    """By the published patterns of the models' own tokenizers."""
+    ours = Tokenizer.from_gguf(metadata(pre), "file")
+    found = ours.backend.pre_tokenizer.pre_tokenize_str("Don't HTTPServer 1234 a/b")
+    assert [word for word, _ in found] == words
+    assert ours.backend.model.ignore_merges == (pre == "tekken")
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tokenizer.ggml.pre": "gemma"}, "'gemma' is not supported; .*llama-bpe, qwen2, smollm"),
+        ({"tokenizer.ggml.pre": "gemma"}, "'gemma' is not supported; .*llama-bpe, .*, smollm"),
         ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre = None"),
         ({"tokenizer.ggml.model": "llama"}, "file: tokenizer.ggml.model = 'llama'"),
     ],
