@@ -14,7 +14,7 @@ from megatron_async.device_state import recurrent_state
 from megatron_async.models import moe
 from megatron_async.ops.attention import decode_attention, prefill_attention
 from megatron_async.ops.attention.decode_schedule import DecodeSchedule
-from megatron_async.ops.attention.join_parts import join_one
+from megatron_async.ops.attention.join_parts import add_sink, join_one
 from megatron_async.ops.experts import expert_mlp, few_token_chains
 from megatron_async.ops.linear import products
 from megatron_async.ops.linear.tile import TILE
@@ -69,6 +69,7 @@ def _join_as_they_came(
     dim: tl.constexpr,
     at_once: tl.constexpr = 1,
     scale: tl.tensor = 1.0,
+    sink: tl.tensor = None,
 ) -> tl.tensor:
     maximum = tl.full((inside.shape[0],), -float("inf"), tl.float32)
     total = tl.zeros((inside.shape[0],), tl.float32)
@@ -83,6 +84,8 @@ def _join_as_they_came(
             maximum, total, gathered, its_maximum, its_total, output, scale
         )
         gathered = gathered.to(tl.float16).to(tl.float32)
+    if sink is not None:
+        total = add_sink(total, maximum, sink, scale)
     return gathered / tl.maximum(total, 1e-30)[:, None]
 
 

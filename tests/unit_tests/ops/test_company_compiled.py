@@ -56,7 +56,7 @@ from collections import defaultdict
 import triton
 from megatron_async.lab.absent_gpu import kernels_of
 from tests.support.compiled_kernels import HOPPER
-programs, of_layers, same = json.loads(sys.argv[1])
+programs, of_codes, same = json.loads(sys.argv[1])
 differ, codes = defaultdict(set), defaultdict(lambda: defaultdict(list))
 def float_code(source, options):
     lines = triton.compile(source, target=HOPPER, options=options).asm["ptx"].splitlines()
@@ -70,8 +70,8 @@ for number, program in enumerate(programs):
             row[name] = f"{kind} {value} {source.attrs.get((place,), [])}"
         kernels[source.name].append(row)
         if source.name in same:
-            layer = str([row.get(name) for name in of_layers])
-            codes[source.name][number, layer].append(float_code(source, options))
+            code = str([row.get(name) for name in of_codes])
+            codes[source.name][number, code].append(float_code(source, options))
     for name, rows in kernels.items():
         differ[name] |= {key for key in rows[0] if len({row.get(key) for row in rows}) > 1}
 equal = {
@@ -84,12 +84,16 @@ print(json.dumps([{name: sorted(each) for name, each in differ.items()}, counts,
 WALKED = "llama-3.1-8b", "nemotron-3-nano-30b"
 OF_LAYERS = ["has_residual", "n", "k", "pairs_per_row", "gated", "squared"]
 """Arguments that say of which layer a kernel is."""
+DIVIDED = {"divides", "part_output", "part_maximum", "part_total", "arrived"}
+"""Of prompts whose parts are joined by their last program: other code, which has the same bits
+(`test_a_query_has_the_bits_of_a_decode_row`)."""
 SAME_CODE = {
     "_add_rms_norm_kernel": {"early"},
     "_gated_rms_norm_kernel": {"early"},
     "_flush_kernel": {"block"},
     "_parts_kernel": {"is_beside"},
-    "_prefill_kernel": {"is_settled"},
+    "_prefill_kernel": {"is_settled"} | DIVIDED,
+    "warpgroup_attention_kernel": {"is_settled"},
 }
 """When a kernel waits, and how many rows it walks over: the instructions on floats are equal."""
 TILES = {
@@ -124,7 +128,7 @@ def test_what_a_step_may_change_in_compiled_kernels(tmp_path, monkeypatch):
         "transformer_impl": "local",
     }  # fmt: skip
     programs = [program | {"architecture": DUMMY_SHAPES[name].to_dict()} for name in WALKED]
-    job = json.dumps([programs, OF_LAYERS, [*SAME_CODE]])
+    job = json.dumps([programs, [*OF_LAYERS, "divides"], [*SAME_CODE]])
     done = subprocess.run([sys.executable, "-c", WALK, job], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     differ, counts, equal = json.loads(done.stdout.splitlines()[-1])

@@ -6,10 +6,13 @@ Whatever no sequence owns is NaN: cells of the cache, the output and the workspa
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 
+from megatron_async.ops.attention import decode_attention, decode_schedule
 from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
 from megatron_async.ops.attention.narrow_cache import NARROW, narrowed, scales_of
+from tests.support.compiled_kernels import record
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
@@ -133,7 +136,7 @@ class Batch:
             self.out.fill_(float("nan"))  # a kernel between
         self.attend(is_settled)
 
-    def attend(self, is_settled=False):
+    def attend(self, is_settled=False, is_beside=False):
         paged_decode_attention(
             self.query,
             self.keys,
@@ -145,10 +148,20 @@ class Batch:
             is_settled,
             self.positions if self.width > 1 else None,
             self.first_key,
+            is_beside,
             scales=self.scales,
             sinks=self.sinks,
             softcap=self.softcap,
         )
+
+    def compiled(self, is_beside=False):
+        """The parts' kernel as it is launched, for Hopper; nothing runs."""
+        with pytest.MonkeyPatch.context() as patch:
+            kernels = (decode_schedule, "_schedule_kernel"), (decode_attention, "join_kernel")
+            *_, recorder = record(patch, *kernels, (decode_attention, "_parts_kernel"))
+            self.workspace.schedule.update(self.lengths, width=self.width)
+            self.attend(True, is_beside)
+        return recorder.launches[0].compiled()
 
     def check(self, expected):
         found, tolerance = self.out.cpu().double(), TOLERANCE[self.out.dtype]

@@ -2,13 +2,16 @@
 
 import random
 
+import pytest
 import torch
 
+from megatron_async.ops.attention import prefill_attention, prefill_schedule
 from megatron_async.ops.attention.backends.base import PrefillRows
 from megatron_async.ops.attention.narrow_cache import NARROW, as_bytes
 from megatron_async.ops.attention.prefill_attention import paged_prefill_attention
 from megatron_async.ops.attention.prefill_schedule import PrefillSchedule
 from megatron_async.ops.attention.prefill_tile import PROGRAMS_A_PROCESSOR, tile_of
+from tests.support.compiled_kernels import record
 from tests.unit_tests.ops.attention.decode_batch import as_stored, some_scales
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -164,6 +167,14 @@ class PrefillBatch:
             self.query, self.keys, self.values, rows.block_tables, schedule, tile, self.scale,
             self.out, is_settled, self.first_key, scales=self.scales, **self.rules,
         )  # fmt: skip
+
+    def compiled(self, schedule):
+        """The kernel as it is launched, for Hopper; nothing runs."""
+        with pytest.MonkeyPatch.context() as patch:
+            kernels = (prefill_schedule, "_schedule_kernel"), (prefill_attention, "_prefill_kernel")
+            _, recorder = record(patch, *kernels)
+            self.attend(self.rows(), schedule, is_settled=True)
+        return recorder.launches[0].compiled()
 
     @property
     def rules(self):

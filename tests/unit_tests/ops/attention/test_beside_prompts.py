@@ -4,59 +4,38 @@ import re
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from megatron_async.ops.attention.backends.base import AttentionShape, BackendUnavailable
 from megatron_async.ops.attention.backends.selection import BACKENDS, PrefillChoice
-from megatron_async.ops.attention.decode_attention import _parts_kernel
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.rope_append import rope_append_gpu
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.linear.products import product_gpu
 from megatron_async.ops.linear.rms_norm import add_rms_norm_gpu
+from tests.unit_tests.ops.attention.decode_batch import Batch
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
-INT32 = ("tables", "items", "splits", "arrived")
-FLOAT32 = ("part_output", "part_maximum", "part_total")
 HEADS, KV_HEADS, DIM = 8, 2, 64
 
 
-def compiled(**switches):
-    sizes = {"block_size": 64, "kv_heads": 8, "group": 4, "width": 1, "head_tile": 16}
-    sizes |= {
-        "dim": 128,
-        "dim_tile": 128,
-        "tile": 64,
-        "first_key": 0,
-        "joins": True,
-        "part": 0,
-        "at_once": 1,
-    }
-    sizes |= {"part": 0, "at_once": 1}
-    constants = sizes | {"is_settled": True, "overlap": True} | switches
-    types = {"table_stride": "i32", "scale": "fp32", "positions": "*i64"}
-    types |= dict.fromkeys(INT32, "*i32") | dict.fromkeys(FLOAT32, "*fp32")
-    names = _parts_kernel.arg_names
-    signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
-    source = ASTSource(_parts_kernel, signature, constants, {})
-    options = {"num_warps": 4, "num_stages": 3, "launch_pdl": True}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+def compiled(joins, is_beside):
+    """Machine code in PTX; rows that fill the device join their parts."""
+    batch = Batch(64, 64 if joins else 2, 64, 8, 4, 128, torch.bfloat16, "cpu")
+    return batch.compiled(is_beside).asm["ptx"]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
 @pytest.mark.parametrize("joins", [True, False])
 def test_compiled(joins):
     """Break it: wait before the loads, or not at all."""
-    before, behind = compiled(is_beside=True, joins=joins).split("griddepcontrol.wait")
+    before, behind = compiled(joins, is_beside=True).split("griddepcontrol.wait")
     touches = r"(ld|st|atom)\.[\w.]*global|cp\.async"
     assert re.search(touches, before)
     assert not re.search(touches, behind), "ends with the kernel before"
     assert "griddepcontrol.launch_dependents" in before
     start, _ = before.split("griddepcontrol.launch_dependents")
     assert not re.search(touches, start), "lets the next one start first"
-    before, behind = compiled(is_beside=False, joins=joins).split("griddepcontrol.wait")
+    before, behind = compiled(joins, is_beside=False).split("griddepcontrol.wait")
     assert re.search(touches, behind)
     assert "cp.async" not in before
     assert "griddepcontrol.launch_dependents" in behind

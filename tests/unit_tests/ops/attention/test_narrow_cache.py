@@ -7,11 +7,8 @@ import subprocess
 
 import pytest
 import torch
-import triton
-from triton.compiler import ASTSource
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.ops.attention.decode_attention import WARPS, _parts_kernel
 from megatron_async.ops.attention.narrow_cache import (
     KEYS,
     NARROW,
@@ -30,7 +27,7 @@ from tests.unit_tests.ops.attention.cases import rope_arguments
 from tests.unit_tests.ops.attention.decode_batch import Batch, some_scales
 from tests.unit_tests.ops.attention.prefill_batch import PrefillBatch, random_chunks
 from tests.unit_tests.ops.cases import Numbers
-from tests.unit_tests.ops.linear.test_resident_kernel import HOPPER, TOOLS, spilled_bytes
+from tests.unit_tests.ops.linear.test_resident_kernel import TOOLS, spilled_bytes
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 
@@ -162,23 +159,8 @@ def test_small_weights_of_many_keys_count(part, device) -> None:
 def test_numbers_are_widened_in_registers_two_at_a_time(tmp_path) -> None:
     """Machine code of decode attention for Hopper. Break it: widen to bfloat16 (a slow instruction
     for each number), or load single bytes (which matrix units' loads do not take)."""
-    constants = {
-        "block_size": 256, "kv_heads": 8, "group": 4, "width": 1, "head_tile": 16, "dim": 128,
-        "dim_tile": 128, "tile": 64, "part": 0, "at_once": 1, "first_key": 0, "joins": True,
-        "is_settled": True, "is_beside": False, "overlap": True, "window": 0, "softcap": 0.0,
-        "sinks": None,
-    }  # fmt: skip
-    names = _parts_kernel.arg_names
-    types = dict.fromkeys(("query", "out"), "*bf16") | {"table_stride": "i32", "scale": "fp32"}
-    types |= dict.fromkeys(("key_cache", "value_cache"), "*fp8e4nv")
-    types |= dict.fromkeys(("tables", "items", "splits", "positions", "arrived"), "*i32")
-    signature = {n: "constexpr" if n in constants else types.get(n, "*fp32") for n in names}
-    aligned = {
-        (at,): [["tt.divisibility", 16]] for at, n in enumerate(names) if signature[n][0] == "*"
-    }
-    source = ASTSource(_parts_kernel, signature, constants, aligned)
-    options = {"num_warps": WARPS, "num_stages": 3, "launch_pdl": True}
-    kernel = triton.compile(source, target=HOPPER, options=options)
+    sizes = 256, 16, 256, 8, 4, 128, torch.bfloat16, "cpu", 8
+    kernel = Batch(*sizes, is_narrow=True).compiled()
     assert spilled_bytes(kernel.asm, tmp_path) == 0
     command = [TOOLS / "nvdisasm", "-c", tmp_path / "kernel.cubin"]
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout

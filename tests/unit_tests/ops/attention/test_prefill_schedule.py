@@ -4,14 +4,11 @@ import random
 
 import pytest
 import torch
-import triton
-from triton.compiler import ASTSource
 
-from megatron_async.ops.attention.prefill_attention import _prefill_kernel
 from megatron_async.ops.attention.prefill_tile import queries_of, tile_of
 from tests.unit_tests.ops.attention.prefill_batch import PrefillBatch, random_chunks
 from tests.unit_tests.ops.attention.schedule_reference import parts_reference, schedule_reference
-from tests.unit_tests.ops.linear.test_resident_kernel import HOPPER, spilled_bytes
+from tests.unit_tests.ops.linear.test_resident_kernel import spilled_bytes
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 HALF = torch.float16
@@ -144,31 +141,15 @@ def test_queries_of_a_tile_do_not_depend_on_the_step(dim, dtype):
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
 @pytest.mark.parametrize(
-    ("dtype", "dim", "queries", "keys", "stages", "block_size"),
-    [("bf16", 128, 64, 64, 2, 64), ("fp16", 80, 64, 64, 3, 16), ("fp32", 64, 32, 32, 2, 64)],
+    ("dtype", "dim", "block_size"),
+    [(torch.bfloat16, 128, 64), (torch.float16, 80, 16), (torch.float32, 64, 64)],
 )
-def test_compiled(dtype, dim, queries, keys, stages, block_size, tmp_path):
+def test_compiled(dtype, dim, block_size, tmp_path):
     """Few registers are spilled, and a program counts itself once."""
-    constants = {
-        "divides": True, "block_size": block_size, "group": 4, "kv_heads": 8, "dim": dim,
-        "dim_tile": triton.next_power_of_2(dim), "query_tile": queries, "key_tile": keys,
-        "first_key": 0, "part": 0, "is_settled": True, "overlap": True,
-    }  # fmt: skip
-    types = dict.fromkeys(("table_stride", "slots"), "i32") | {"scale": "fp32"}
-    types |= dict.fromkeys(("tables", "units", "arrived"), "*i32")
-    types |= dict.fromkeys(("part_output", "part_maximum", "part_total"), "*fp32")
-    descriptors = ("key_descriptor", "value_descriptor")
-    if dim == triton.next_power_of_2(dim) and dtype != "fp32":
-        types |= dict.fromkeys(descriptors, f"tensordesc<{dtype}[{keys}, {dim}]>")
-    else:
-        constants |= dict.fromkeys(descriptors)
-    names = _prefill_kernel.arg_names
-    signature = {n: "constexpr" if n in constants else types.get(n, "*" + dtype) for n in names}
-    aligned = ("query", "out", "key_cache", "value_cache", "part_output", "part_maximum")
-    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in (*aligned, "part_total")}
-    source = ASTSource(_prefill_kernel, signature, constants, attributes)
-    options = {"num_warps": 4, "num_stages": stages, "launch_pdl": True}
-    asm = triton.compile(source, target=HOPPER, options=options).asm
+    batch = PrefillBatch(64, 1, 2048, block_size, 8, 4, dim, dtype, "cpu")
+    schedule = batch.schedule(132)
+    asm = batch.compiled(schedule).asm
+    assert schedule.parts is not None
     assert spilled_bytes(asm, tmp_path) <= 32
     assert asm["ptx"].count("atom.") == 1
 
