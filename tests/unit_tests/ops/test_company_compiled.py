@@ -85,7 +85,7 @@ WALKED = "llama-3.1-8b", "nemotron-3-nano-30b"
 OF_LAYERS = ["has_residual", "n", "k", "pairs_per_row", "gated", "squared"]
 """Arguments that say of which layer a kernel is."""
 DIVIDED = {"divides", "part_output", "part_maximum", "part_total", "arrived"}
-"""Of prompts whose parts are joined by their last program: other code, which has the same bits
+"""Arguments of prompts whose last program joins parts: other code, which has the same bits
 (`test_a_query_has_the_bits_of_a_decode_row`)."""
 SAME_CODE = {
     "_add_rms_norm_kernel": {"early"},
