@@ -139,9 +139,9 @@ def states_without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def shorter(cache: PrefixCache, *arguments: Any) -> Any:
         found = find(cache, *arguments)
-        if cache.states is None or len(found.blocks) < 2:
+        if cache.states is None or found.length < 2:
             return found
-        return found._replace(blocks=found.blocks[:-1])
+        return found._replace(blocks=found.blocks[:-1], length=found.length - 1)
 
     monkeypatch.setattr(PrefixCache, "_find", shorter)
 

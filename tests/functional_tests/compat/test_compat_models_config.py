@@ -274,9 +274,9 @@ def l2_norms(model: Any) -> None:
     model.decoder.layers[0].self_attention.q_layernorm = L2Norm(16)
 
 
-def yarn(model: Any) -> None:
+def a_yarn_of_ones_own(model: Any) -> None:
     model.position_embedding_type = "yarn"
-    model.rotary_pos_emb.__class__ = YarnRotaryEmbedding
+    model.rotary_pos_emb.__class__ = type("StretchedYarn", (YarnRotaryEmbedding,), {})
 
 
 def a_patched_forward(model: Any) -> None:
@@ -308,7 +308,7 @@ def other_experts(model: Any) -> None:
         (a_mask, "attn_mask_type=no_mask of decoder.layers.1.self_attention"),
         (an_epsilon, "an epsilon of 0.001 of decoder.layers.1.input_layernorm"),
         (l2_norms, "self_attention.q_layernorm is a L2Norm"),
-        (yarn, "position_embedding_type='yarn' (YarnRotaryEmbedding)"),
+        (a_yarn_of_ones_own, "position_embedding_type='yarn' (StretchedYarn)"),
         (a_patched_forward, "embedding has a forward of its own"),
         (a_wide_weight, "linear_fc2.weight' is torch.float64"),
         (other_experts, "the model's layers are '*-*-', where its configuration says '*-*E'"),

@@ -29,7 +29,7 @@ schedule that found them, each with serial answers of its own:
                                        shared_blocks_are_written 12,
                                        repeated_tokens_read_the_dummy 4,
                                        repeated_tokens_one_further 12,
-                                       blocks_entered_too_early 2, lost_blocks_are_found 5
+                                       blocks_entered_too_early 2, lost_blocks_are_found 4
     routing records                    routing_of_rejected_drafts 9,
                                        routing_of_another_writer 11,
                                        routing_is_gathered_too_late 6
@@ -90,7 +90,7 @@ SEEDS = {
     "bookkeeping_thought_there": 1, "one_block_too_few": 2, "last_token_twice": 2,
     "pending_for_ever": 2, "blocks_for_one_token": 2, "drafts_without_blocks": 4,
     "drafts_believed": 1, "one_draft_too_many": 1, "surplus_and_one_more": 2,
-    "starts_at_zero_alone": 2, "lost_blocks_are_found": 2, "one_token_less_at_a_border": 2,
+    "starts_at_zero_alone": 2, "lost_blocks_are_found": 3, "one_token_less_at_a_border": 2,
     "hidden_states_are_not_kept": 4, "drafts_have_no_places": 4, "entries_of_rejected_drafts": 1,
     "drafts_are_flushed": 1, "snapshot_of_the_wrong_chunk": 5, "snapshot_without_inputs": 3,
     "snapshot_behind_its_tokens": 1, "snapshot_in_use_is_given_away": 1,

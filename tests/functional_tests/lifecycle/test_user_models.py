@@ -227,8 +227,8 @@ def test_norms_of_heads_must_be_alike() -> None:
 
 
 def test_all_reasons_are_told_at_once() -> None:
-    config = gpt_config(rotary_interleaved=True, no_rope_freq=2)
-    with pytest.raises(ConfigurationError, match=r"rotary_interleaved=True; no_rope_freq=\[0, 1\]"):
+    config = gpt_config(rotary_interleaved=True, window_size=(20, 5))
+    with pytest.raises(ConfigurationError, match=r"rotary_interleaved=True; window_size=\(20, 5\)"):
         wrap(make_gpt(config))
 
 

@@ -88,8 +88,8 @@ def test_another_prefix_is_found(
     look_up = PrefixCache.look_up
 
     def look_up_beside(cache: PrefixCache, *arguments: Any) -> Any:
-        found, kept = look_up(cache, *arguments), [*cache._blocks._cached]
-        others = [block for block in kept if block not in found.blocks]
+        found, entered = look_up(cache, *arguments), cache._block_of.values()
+        others = [block for block in entered if block not in found.blocks][: found.length]
         return found._replace(blocks=np.array([*others[:1], *found.blocks[1:]], np.int32))
 
     monkeypatch.setattr(PrefixCache, "look_up", look_up_beside)
