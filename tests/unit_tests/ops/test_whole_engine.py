@@ -32,7 +32,7 @@ SEEDS = {
     "qwen": [2, 7, 18],
     "qwen fp8": [18],
     "nemotron": [0, 2, 9],
-    "next": [0, 2],
+    "next": [0],
     "windows": [18],
 }
 """Schedules that have, several together, what `EVENTS` names, in the interpreter."""
