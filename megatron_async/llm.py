@@ -155,7 +155,10 @@ class LLM:
             # A step for each stage, and one that the host prepares.
             inference_config["lookahead"] = min(pipeline_model_parallel_size, MOST_LOOKAHEAD)
         kept_bytes = None
-        kept = Kept.on(device, inference_config, source, transformer_impl, dtype=self.dtype)
+        kept = Kept.on(
+            device, inference_config, source, transformer_impl,
+            dtype=self.dtype, tensor_size=tensor_model_parallel_size,
+        )  # fmt: skip
         if kept.quantization is None:
             kept_bytes = settle_quantization(inference_config, source, device, self.dtype, sizes)
         config = _make_config(inference_config, device, source, self.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from megatron_async.checkpoints.quantised_pieces import fp8_layouts, rounding
 from megatron_async.checkpoints.source import ModelSource
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.linear.quantised_layout import Layout
+
+logger = logging.getLogger("megatron_async")
 
 FILE, FP8 = "file", "fp8"
 """Values of `InferenceConfig.quantization`: weights stay the files', on a CPU with rows of 16 bits;
@@ -91,6 +94,7 @@ class Kept(NamedTuple):
         transformer_impl: str = "local",
         capability: Sequence[int] | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        tensor_size: int = 1,
     ) -> Kept:
         """Weights kept on a device.
 
@@ -102,6 +106,8 @@ class Kept(NamedTuple):
             capability: compute capability of the GPU; None: of that which is here.
             dtype: of the model. One of 32 bits is asked for because of its precision, so weights
                 are decoded unless `settings` ask for another thing, as with batch_invariant_mode.
+            tensor_size: ranks that cut the weights. Where they cut a group of inputs, and nobody
+                has asked, weights are decoded, and a line is logged.
 
         Raises:
             ConfigurationError: as `chosen_quantization`.
@@ -111,6 +117,12 @@ class Kept(NamedTuple):
         quantization = chosen_quantization(asked, source, device, transformer_impl, is_default)
         if quantization not in (FILE, FP8) or not keeps_on(device):
             return cls(source, None)
+        if asked is None:
+            try:
+                source.layouts(Shard(tensor_size=tensor_size), False)
+            except ConfigurationError as error:
+                logger.warning("All weights are decoded: %s", error)
+                return cls(source, None)
         settings["quantization"] = quantization
         if torch.device(device).type != "cuda":
             return cls(source, quantization)

@@ -180,7 +180,7 @@ def test_weights_of_a_form_are_kept_as_they_are_decoded(form, shape, shard):
     assert source.quantised.bits < 5.1
 
 
-def test_a_model_of_a_form_says_what_it_says_decoded(monkeypatch):
+def test_a_model_of_a_form_says_what_it_says_decoded(monkeypatch, caplog):
     monkeypatch.setattr(quantised_model, "keeps_on", lambda device: True)
     said = {}
     for quantization in ("file", "none"):
@@ -195,6 +195,12 @@ def test_a_model_of_a_form_says_what_it_says_decoded(monkeypatch):
         ConfigurationError, match="no whole groups of 128: use another tensor_model"
     ):
         open_model(f"dummy:{WIDE_ROWS}:int4").layouts(Shard(0, 4), True)
+    # Where nobody has asked, such weights are decoded.
+    source = open_model(f"dummy:{WIDE_ROWS}:int4")
+    for size, kept in (1, "file"), (4, None):
+        on = quantised_model.Kept.on("cpu", {}, source, tensor_size=size)
+        assert on.quantization == kept
+    assert "All weights are decoded: " in caplog.text
 
 
 def test_option_of_the_benchmarks():
